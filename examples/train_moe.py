@@ -1,5 +1,6 @@
 """Train a small Qwen3-MoE with expert parallelism on FSDP2. Run with torchrun --nproc-per-node 4 train_moe.py."""
 
+import os
 import sys
 
 import torch
@@ -8,12 +9,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fusco import fsdp
-from fusco.ranks.torchrun import join_torchrun
 
 NUM_SEQUENCES, LENGTH = 4, 64
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-rank = join_torchrun(device).rank
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+rank = dist.get_rank()
 
 torch.manual_seed(0)  # every rank starts from the same weights
 config = Qwen3MoeConfig(

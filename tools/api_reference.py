@@ -143,8 +143,9 @@ def docstring(node: ast.FunctionDef | ast.ClassDef) -> str:
 
 
 def head(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
-    """Return the lines of a definition before its body, decorators included, as they are in the source."""
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    """Return the lines of a definition before its body, as they are in the source, with decorators that callers see."""
+    decorators = [each for each in node.decorator_list if ast.unparse(each) != "uncompiled"]
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     above_body = lines[first - 1 : max(node.body[0].lineno - 1, first)]
     return textwrap.dedent("\n".join(map(without_noqa, above_body))).removesuffix(" ...").removesuffix(":")
 

@@ -11,8 +11,8 @@ from one_rank import NUM_EXPERTS
 
 from comparison import assert_same_bits
 from fusco.cuda.planning import DevicePlanner
-from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.routing_maps import indices_to_map
 
 HIDDEN, NUM_TOKENS, NUM_TOPK = 256, 64, 4
 

@@ -98,3 +98,17 @@ def error_of_too_many_tokens(_: dist.ProcessGroup) -> str:
     with pytest.raises(ClosedError, match="the dispatcher is closed"):
         loss_sum(model, batch)
     return error_text
+
+
+def errors_of_one_rank(group: dist.ProcessGroup) -> list[str]:
+    """Return the errors of a dispatcher of which rank 1 passes what is not (num_tokens, hidden), at first and later."""
+    errors, topk_idx = [], torch.zeros(3, 1, dtype=torch.int64)
+    with fsdp.FuscoDispatcher(group, 8, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
+        for _ in range(2):
+            x = torch.ones(3, 4)
+            with pytest.raises(ValueError, match="two dimensions") as error:
+                dispatcher.dispatch(x[0] if dist.get_rank() else x, topk_idx, torch.ones(3, 1), 2)
+            errors.append(f"{type(error.value).__name__}: {error.value}")
+            arrival = dispatcher.dispatch(x, topk_idx, torch.ones(3, 1), 2)
+            assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
+    return errors

@@ -20,9 +20,9 @@ from fusco import ClosedError, PeerFailureError
 from fusco.api import communicator
 from fusco.api.collective import run_collective
 from fusco.integrations.deep_ep_buffer import Buffer, Config
-from fusco.integrations.dense_routing import indices_to_map
 from fusco.integrations.elastic_buffer import ElasticBuffer
 from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.routing_maps import indices_to_map
 from generator import Case, any_bits, values
 from law import Law
 

@@ -81,6 +81,19 @@ def use_foreign_handle(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
         return outcomes
 
 
+def interleave_differently(group: dist.ProcessGroup, setup: Setup) -> Outcome:
+    """Call the verbs of two communicators in another order on rank 1."""
+    first, second = setup.open(group), setup.open(group)
+    case = setup.case("ragged", 5, first.topology.world_size)
+    called = second if first.rank == 1 else first
+    outcome = attempt(
+        lambda: called.dispatch(torch.ones(case.num_tokens(first.rank), HIDDEN), case.topk_idx(first.rank))
+    )
+    first.abort()
+    second.abort()
+    return outcome
+
+
 def use_after_close(group: dist.ProcessGroup, setup: Setup) -> dict[str, Outcome]:
     """Call every collective on a closed communicator."""
     comm = setup.open(group)

@@ -203,7 +203,28 @@ BAD_INPUTS = {
         lambda s: s.comm.combine_all([s.y.tolist()], s.handle), TYPE, ["y must be a tensor", "list"], "combine_all"
     ),
     "dispatch_weights_of_a_list": Mistake(
-        lambda s: s.comm.dispatch_weights(s.weights.tolist(), s.handle), TYPE, ["payload 0", "list"], "dispatch_weights"
+        lambda s: s.comm.dispatch_weights(s.weights.tolist(), s.handle),
+        TYPE,
+        ["topk_weights", "list"],
+        "dispatch_weights",
+    ),
+    "dispatch_weights_of_other_topk": Mistake(
+        lambda s: s.comm.dispatch_weights(s.weights[:, 1:], s.handle),
+        VALUE,
+        ["topk_weights has shape (", ", 2), the handle's routing (", ", 3)"],
+        "dispatch_weights",
+    ),
+    "dispatch_weights_of_wrong_dtype": Mistake(
+        lambda s: s.comm.dispatch_weights(s.ids, s.handle),
+        TYPE,
+        ["topk_weights must be one of", "got torch.int64"],
+        "dispatch_weights",
+    ),
+    "combine_along_the_result_of_dispatch": Mistake(
+        lambda s: s.comm.combine(s.y, fusco.Dispatched((s.y,), s.ids, None, s.handle)),
+        TYPE,
+        ["handle must be the handle of a dispatch (sent.handle), got Dispatched"],
+        "combine",
     ),
     "combine_weights_of_too_few_rows": Mistake(
         lambda s: s.comm.combine_weights(s.y[1:, 0], s.handle), VALUE, ["values must have shape ("], "combine_weights"

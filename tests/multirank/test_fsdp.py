@@ -195,6 +195,15 @@ def test_a_model_without_experts(four):
 
 
 @pytest.mark.cpu_only
+def test_tokens_of_a_wrong_shape_on_one_rank_are_rejected_on_all(two):
+    for rank, errors in enumerate(two.run(error_jobs.errors_of_one_rank)):
+        text = "x and topk_idx need two dimensions, got [4] and [3, 1]"
+        for error, verb in zip(errors, ("Communicator", "dispatch"), strict=True):
+            rejected = f"RejectedInputError: {verb} was cancelled on all ranks, since rank 1 rejected its input: {text}"
+            assert error == (f"ValueError: {text}" if rank else rejected)
+
+
+@pytest.mark.cpu_only
 def test_weights_that_differ_between_ranks(four):
     for text in four.run(error_jobs.error_of, Run(), {}, seed_by_rank=True):
         assert text.startswith("parameter model.layers.1.mlp.gate.weight differs between ranks (1 of ")

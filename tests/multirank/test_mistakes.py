@@ -112,6 +112,15 @@ def test_a_handle_of_another_communicator(world):
         assert all("another communicator" in outcome.text for outcome in outcomes)
 
 
+@pytest.mark.cpu_only
+def test_two_communicators_in_different_orders(world):
+    setup = dataclasses.replace(SETUP, settings=Settings(timeout_s=1.0))
+    outcomes = world.run(jobs.interleave_differently, 2, setup)
+    assert kinds(outcomes) == ["PeerFailureError"] * 2, outcomes
+    texts = [outcome.text for outcome in outcomes]
+    assert any(" is in dispatch #1 of another communicator, and has been outside any" in text for text in texts), texts
+
+
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, name):
     outcomes = make(world, name)

@@ -118,12 +118,13 @@ def test_frameworks_have_the_parts_that_were_carried(frameworks, tmp_path):
     for name in ("megatron", "deep_ep", "hybrid_ep", "peer"):
         (carried / name).mkdir(parents=True)
     parts = frameworks.parts_of(carried, out, site, "cuda")
-    names = ["megatron-tests", "prefill", "intranode-fusco", "intranode-deep_ep", "hybrid-fusco", "megatron-steps"]
+    tests, steps = ["megatron-tests", "megatron-tests-deep_ep"], ["hybrid-fusco", "megatron-steps"]
+    names = [*tests, "prefill", "intranode-fusco", "intranode-deep_ep", *steps]
     assert list(parts) == names
-    assert [name for name in names if parts[name].deep_ep == site / "peer"] == ["prefill", "intranode-deep_ep"]
-    assert [name for name in names if name not in frameworks.parts_of(carried, out, site, "cpu")] == [
-        "intranode-deep_ep"
-    ]
+    of_peer = [name for name in names if parts[name].deep_ep == site / "peer"]
+    assert of_peer == ["megatron-tests-deep_ep", "prefill", "intranode-deep_ep"]
+    on_cpus = frameworks.parts_of(carried, out, site, "cpu")
+    assert [name for name in names if name not in on_cpus] == ["megatron-tests-deep_ep", "intranode-deep_ep"]
     for device in ("cpu", "cuda"):
         for part in frameworks.parts_of(carried, out, site, device).values():
             script = Path(part.command[1])

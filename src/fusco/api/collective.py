@@ -33,16 +33,9 @@ def run_collective(
     Invalid input raises on its own rank and ``RejectedInputError`` on all others. The rank that rejects it takes part
     in the agreement only.
 
-    Args:
-        session: of the communicator; raises ``ThreadError`` in any thread but its owner.
-        engine: reports errors of earlier asynchronous calls.
-        name: of the verb, in errors.
-        validate: returns a valid request, or raises ``TypeError``, ``ValueError`` or ``RuntimeError``.
-        prepare: one of the engine's ``prepare_*``.
-
-    Raises:
-        RejectedInputError, MismatchError: see ``Session.agree``. Otherwise what ``validate``, ``prepare`` or the
-        execution raises.
+    ``validate`` returns a valid request, or raises ``TypeError``, ``ValueError`` or ``RuntimeError``. ``prepare`` is
+    one of the engine's ``prepare_*``. Raises ``ThreadError`` in any thread but the session's owner, the error of an
+    earlier asynchronous call, those of ``Session.agree``, and what ``validate``, ``prepare`` or the execution raises.
     """
     session.access.enter(name, is_for_owner=True)
     try:

@@ -22,6 +22,7 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, without_weights
 from fusco.api.membership import Membership
 from fusco.api.repeats import Repeats
+from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
@@ -48,6 +49,9 @@ class Communicator(Membership):
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
     autograd's threads. ``close``, ``abort`` and the end of a ``with`` block may come from any thread while no call is
     under way. In a forked process, verbs raise ``ClosedError``, and the end of the process does nothing.
+
+    ``torch.compile`` calls verbs and does not trace them: a graph ends before a call, the next begins after it, and
+    ``fullgraph=True`` is refused. ``fusco.fsdp.FuscoDispatcher`` has operators that can be part of a graph.
     """
 
     def __init__(  # noqa: PLR0913  all by name
@@ -114,6 +118,7 @@ class Communicator(Membership):
         super()._join(parts)
         self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
+    @uncompiled
     def dispatch(
         self,
         x: torch.Tensor | Sequence[torch.Tensor],
@@ -165,11 +170,12 @@ class Communicator(Membership):
         plan, rows, weights = output.plan, output.rows, output.weights
         handle = Handle(plan, topk_weights, self._session.sequence_number)
         if with_weights or wants_grad(payloads[0]):
-            given = topk_weights if with_weights else None
-            first, weights = self._with_gradients(payloads[0], given, Precomputed(rows[0], weights), handle, launch)
+            given, made = topk_weights if with_weights else None, Precomputed(rows[0], weights)
+            first, weights = DispatchRows.apply(payloads[0], given, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
             rows = [first, *rows[1:]]
         return Dispatched(tuple(rows), plan.num_rows_per_expert, weights, handle, output.event)
 
+    @uncompiled
     def dispatch_again(
         self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -187,9 +193,11 @@ class Communicator(Membership):
         payloads = _as_list(x)
         rows = self._move_again(payloads, handle, launch)
         if wants_grad(payloads[0]):
-            rows[0], _ = self._with_gradients(payloads[0], None, Precomputed(rows[0]), handle, launch)
+            made = Precomputed(rows[0])
+            rows[0], _ = DispatchRows.apply(payloads[0], None, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return tuple(rows)
 
+    @uncompiled
     def combine(
         self,
         y: torch.Tensor,
@@ -222,6 +230,7 @@ class Communicator(Membership):
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
+    @uncompiled
     def combine_all(
         self, ys: Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -252,6 +261,7 @@ class Communicator(Membership):
             prepare,
         )
 
+    @uncompiled
     def dispatch_weights(
         self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
     ) -> torch.Tensor:
@@ -260,13 +270,16 @@ class Communicator(Membership):
         Padding rows have weight zero.
 
         Args:
-            topk_weights: float32 or float64 (num_tokens, num_topk).
+            topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk); the result has this dtype.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
         """
-        (rows,) = self._move_again([_detached(topk_weights)], handle, launch)
+        with self.rejecting():
+            self._validator.require_weights(topk_weights, handle)
+        (rows,) = self._move_again([topk_weights.detach()], handle, launch)
         return weights_of_slots(rows, handle)
 
+    @uncompiled
     def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
         """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
 
@@ -284,6 +297,7 @@ class Communicator(Membership):
         (sums,) = self.combine_all([rows], handle, launch=launch)
         return sums
 
+    @uncompiled
     def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.
 
@@ -300,6 +314,7 @@ class Communicator(Membership):
             self._engine.prepare_shuffle,
         )
 
+    @uncompiled
     def all_to_all(
         self,
         output: torch.Tensor | None,
@@ -361,6 +376,7 @@ class Communicator(Membership):
 
         return cast("torch.Tensor", ExchangeRows.apply(input, Precomputed(request.output), way_back))  # type: ignore[no-untyped-call]
 
+    @uncompiled
     def gather_send(self, segments: Segments, dst: int) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
 
@@ -370,9 +386,10 @@ class Communicator(Membership):
         """
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
-            with self._session.point_to_point(f"gather_send to rank {dst}"):
-                self._engine.gather_send(segments, dst)
+            with self._session.point_to_point(name := f"gather_send to rank {dst}"):
+                self._engine.stream(name, {dst: segments}, {})
 
+    @uncompiled
     def scatter_recv(self, segments: Segments, src: int) -> None:
         """Receive from rank ``src``, which calls ``gather_send``, and write to scattered segments, in order.
 
@@ -380,8 +397,8 @@ class Communicator(Membership):
         """
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
-            with self._session.point_to_point(f"scatter_recv from rank {src}"):
-                self._engine.scatter_recv(segments, src)
+            with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
+                self._engine.stream(name, {}, {src: segments})
 
     def __enter__(self) -> Communicator:
         return self
@@ -411,18 +428,6 @@ class Communicator(Membership):
             lambda: self._validator.validate_combine(y, handle, weights, launch),
             self._engine.prepare_combine,
         )
-
-    def _with_gradients(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        made: Precomputed,
-        handle: Handle,
-        launch: Launch | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the rows made of ``x``, and their weights if ``topk_weights`` are given, as nodes of the graph."""
-        rows, weights = DispatchRows.apply(x, topk_weights, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
-        return rows, weights
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""

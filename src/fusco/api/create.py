@@ -24,7 +24,7 @@ from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
-from fusco.core.requirements import check_cuda_core
+from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
 from fusco.cpu.engine import CpuEngine, warm_up
@@ -33,8 +33,6 @@ from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
 from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
-
-_MIN_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,8 @@ def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         ValueError: if there is no process group.
     """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
-        raise TypeError(f"group must be a process group that contains this rank, got {group!r}")
+        outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
+        raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")
     group = group or dist.group.WORLD
     if group is None or not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group first, or pass a group")
@@ -136,10 +135,10 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {str(device)!r}, but there are {torch.cuda.device_count()} CUDA devices")
     check_cuda_core()
     major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < _MIN_CAPABILITY:
+    if (major, minor) < LEAST_CAPABILITY:
         raise ValueError(
             f"device is {str(device)!r}, a {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}; "
-            f"fusco needs {'.'.join(map(str, _MIN_CAPABILITY))} (A100) or newer"
+            f"fusco needs {'.'.join(map(str, LEAST_CAPABILITY))} (A100) or newer"
         )
     return torch.device("cuda", index)
 
@@ -153,6 +152,14 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
         with cleanup_after(error, "the other ranks could not be waited for"):
             store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
         raise
+
+
+def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> None:
+    """Take part in the creation of a communicator only to refuse it: all other ranks raise ``RejectedInputError``."""
+    store_gather = StoreGather(group, timeout_s)
+    refusal = CollectiveFingerprint("Communicator", rejection=reason)
+    exchange_peer_info(store_gather, refusal, DeviceIdentity.of(torch.device("cpu")))
+    store_gather.part()
 
 
 def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:

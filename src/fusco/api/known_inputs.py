@@ -42,9 +42,8 @@ class KnownInputs:
     def find(self, tensors: Sequence[torch.Tensor], *options: object) -> KnownInput | None:
         """Return what is known of an input; ``None`` if it is new, or if the memory of a tensor has been freed.
 
-        Args:
-            tensors: of the input. Anything may be among them.
-            options: the verb, the number of tensors, and everything else that validation depends on.
+        Anything may be among the ``tensors`` of the input. ``options`` are the verb, the number of tensors, and
+        everything else that validation depends on.
         """
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None

@@ -100,16 +100,9 @@ class Validator:
             self._known.add(CollectiveFingerprint("dispatch", request.fields), *known_by)
         return request
 
-    def known_dispatch(
-        self,
-        payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        alignment: int,
-        with_weights: object,
-    ) -> KnownInput | None:
-        """Return what is known of these arguments of ``dispatch``; the others are not compared."""
-        return self._known.find(*_known_by(payloads, topk_idx, topk_weights, alignment, with_weights))
+    def known_dispatch(self, *arguments: Any) -> KnownInput | None:
+        """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
+        return self._known.find(*_known_by(*arguments))
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -304,6 +297,18 @@ class Validator:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
+    def require_weights(self, topk_weights: torch.Tensor, handle: Handle) -> None:
+        """Raise unless ``topk_weights`` has a weight for each token and k of a dispatch of this communicator."""
+        self.require_handle(handle)
+        self._tensor("topk_weights", topk_weights)
+        if topk_weights.dtype not in ROW_DTYPES:
+            raise TypeError(f"topk_weights must be one of {', '.join(map(str, ROW_DTYPES))}, got {topk_weights.dtype}")
+        if topk_weights.shape != (handle.num_tokens, handle.num_topk):
+            raise ValueError(
+                f"topk_weights has shape {tuple(topk_weights.shape)}, the handle's routing "
+                f"{(handle.num_tokens, handle.num_topk)}"
+            )
+
     def require_values(self, values: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``values`` has one for each row of a dispatch of this communicator."""
         self.require_handle(handle)
@@ -332,9 +337,12 @@ class Validator:
     def require_handle(self, handle: Handle) -> None:
         """Raise unless ``handle`` comes from this communicator."""
         if not isinstance(handle, Handle):
-            raise TypeError(f"handle must come from dispatch, got {type(handle).__name__}")
+            raise TypeError(f"handle must be the handle of a dispatch (sent.handle), got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
-            raise ValueError("the handle comes from another communicator")
+            raise ValueError(
+                f"the handle (of {handle.num_tokens} tokens, top-{handle.num_topk}) comes from another communicator: "
+                f"use it with the one whose dispatch returned it"
+            )
 
     def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
         """Raise unless ``payloads`` map ranks of the group to segments."""

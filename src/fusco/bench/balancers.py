@@ -50,14 +50,7 @@ class BalancerRecord:
 def compare_balancers(
     shapes: Sequence[tuple[int, int]], num_draws: int, seed: int = 0, loads: Loads = "bimodal"
 ) -> list[BalancerRecord]:
-    """Run every balancer on the same draws.
-
-    Args:
-        shapes: pairs of nodes and ranks per node.
-        num_draws: draws for each shape.
-        seed: of the draws.
-        loads: what ranks send.
-    """
+    """Run every balancer on the same draws, for each of ``shapes``: pairs of nodes and ranks per node."""
     records = []
     for shape in shapes:
         topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])

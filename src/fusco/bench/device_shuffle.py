@@ -17,10 +17,9 @@ from fusco.bench.links import DevicePeaks, measure_device_links
 from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import RankTimer
-from fusco.bench.traffic import Workload
+from fusco.bench.traffic import Workload, WorldInput
 from fusco.bench.variants import PEERS, recorded_variant
 from fusco.bench.verification import expected_rows, verify
-from fusco.bench.world_input import WorldInput
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span
@@ -170,12 +169,7 @@ def _captured(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
 
 
 def _fp8(
-    comm: Communicator,
-    workload: Workload,
-    world: WorldInput,
-    timer: RankTimer,
-    launch: Launch,
-    num_iterations: int,
+    comm: Communicator, workload: Workload, world: WorldInput, timer: RankTimer, launch: Launch, num_iterations: int
 ) -> tuple[list[str], DeviceTimes]:
     """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static rows."""
     num_scales = -(-workload.hidden // _FP8_BLOCK)

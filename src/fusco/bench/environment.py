@@ -57,10 +57,9 @@ def describe_commit(package: Path) -> str:
     try:
         root = Path(_git(package, "rev-parse", "--show-toplevel"))
         _git(package, "ls-files", "--error-unmatch", "__init__.py")  # raises for a file that is not tracked
-        is_own = (
-            root / "src" / "fusco" == package.resolve() and 'name = "fusco"' in (root / "pyproject.toml").read_text()
-        )
-        return _git(package, "describe", "--always", "--dirty", "--abbrev=12") if is_own else "none"
+        if root / "src" / "fusco" != package.resolve() or 'name = "fusco"' not in (root / "pyproject.toml").read_text():
+            return "none"
+        return _git(package, "describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.SubprocessError):
         return "none"
 

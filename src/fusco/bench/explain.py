@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from fusco.api.memory_size import memory_size_hint
 from fusco.bench.traffic import Workload
 from fusco.core.config import Capacity
@@ -71,14 +73,9 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
     traffic = traffic_of([plan.forwarding for plan in plans], topology)
     plain, lanes = traffic.lanes_of(balance_static(traffic)), plans[0].lanes
     costs = [plan_cost(plan, workload.bytes_per_token) for plan in plans]
-    memory = memory_size_hint(
-        topology,
-        Capacity(
-            max_tokens_per_rank=workload.tokens,
-            max_bytes_per_token=workload.bytes_per_token,
-            num_topk=workload.num_topk,
-        ),
-    )
+    sizes = {"max_tokens_per_rank": workload.tokens, "max_bytes_per_token": workload.bytes_per_token}
+    memory = memory_size_hint(topology, Capacity(**sizes, num_topk=workload.num_topk))
+    rows = np.stack([plain.sent_rows, plain.received_rows, lanes.sent_rows, lanes.received_rows], 1).tolist()
     return PlanRecord(
         traffic=workload.pattern.value,
         nodes=topology.num_nodes,
@@ -89,17 +86,7 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
         bytes_per_token=workload.bytes_per_token,
         balancer=balancer,
         node_to_node_rows=traffic.num_rows.sum(axis=1).tolist(),
-        ranks=[
-            RankRows(
-                rank=rank,
-                node=node,
-                plain_sends=int(plain.sent_rows[rank]),
-                plain_receives=int(plain.received_rows[rank]),
-                sends=int(lanes.sent_rows[rank]),
-                receives=int(lanes.received_rows[rank]),
-            )
-            for rank, node in enumerate(topology.rank_to_node)
-        ],
+        ranks=[RankRows(rank, node, *rows[rank]) for rank, node in enumerate(topology.rank_to_node)],
         bound_rows=round(traffic.bound, 1),
         balance={name: balance_of(traffic, traffic.lanes_of(balance(traffic))) for name, balance in BALANCERS.items()},
         internode_bytes=sum(cost.internode_send_bytes for cost in costs),

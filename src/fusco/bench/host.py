@@ -83,25 +83,19 @@ class HostRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostRecord(HostRun, Measurement):
-    """Times of one variant on the slowest rank, in us a pair, and of each step of a dispatch and a combine."""
-
-    variant: str
-    pair_us: float
-    dispatch_us: float
-    combine_us: float
-    step_us: dict[str, float]
-
-
-@dataclass(frozen=True)
 class HostTimes:
-    """One rank's times of a variant, in us."""
+    """One rank's times of a variant, in us a pair, and of each step of a dispatch and a combine."""
 
     variant: str
+    pair_us: float
     dispatch_us: float
     combine_us: float
-    pair_us: float
     step_us: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRecord(HostTimes, HostRun, Measurement):
+    """Times of one variant on the slowest rank."""
 
 
 class _Steps:
@@ -119,7 +113,7 @@ class _Steps:
         self._since = time.perf_counter()
         call(num_calls)
         self._change()
-        return {step: seconds / num_calls * 1e6 for step, seconds in self.seconds.items()}
+        return {step: round(seconds / num_calls * 1e6, 1) for step, seconds in self.seconds.items()}
 
     def _change(self) -> None:
         now = time.perf_counter()
@@ -167,7 +161,7 @@ def measure_host(group: dist.ProcessGroup, run: HostRun, _progress_port: int | N
                 step_us = [steps.of(_caller(comm, run, variant), run.num_calls) for variant in VARIANTS]
     finally:
         os.sched_setaffinity(0, cores)
-    return [HostTimes(*of, us) for of, us in zip(times, step_us, strict=True)]
+    return [HostTimes(**of, step_us=us) for of, us in zip(times, step_us, strict=True)]
 
 
 def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
@@ -177,9 +171,8 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
         "max_bytes_per_token": 2 * run.hidden,
     }
     if run.device == "cuda":
-        return Communicator(
-            group, num_experts=run.num_experts, device="cuda", ranks_per_node=run.ranks_per_node, **sizes
-        )
+        sizes |= {"num_experts": run.num_experts, "ranks_per_node": run.ranks_per_node}
+        return Communicator(group, device="cuda", **sizes)
     num_slots = run.num_tokens * run.num_topk
     topology = Topology.of_equal_nodes(run.num_ranks, run.ranks_per_node)
     library = NullLibrary(topology, num_slots, run.num_topk)
@@ -213,8 +206,8 @@ def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], t
     return call
 
 
-def _time(comm: Communicator, run: HostRun, variant: str) -> tuple[str, float, float, float]:
-    """Return the variant, and the median us of a dispatch, a combine and a pair."""
+def _time(comm: Communicator, run: HostRun, variant: str) -> dict[str, Any]:
+    """Return the fields of ``HostTimes`` except those of steps: medians."""
     call, rounds = _caller(comm, run, variant), []
     call(run.num_calls)
     for _ in range(_NUM_ROUNDS):
@@ -222,22 +215,11 @@ def _time(comm: Communicator, run: HostRun, variant: str) -> tuple[str, float, f
         spent = call(run.num_calls)
         rounds.append((time.perf_counter() - begin, *spent))
     pair_s, dispatch_s, combine_s = sorted(rounds)[_NUM_ROUNDS // 2]
-    micro = 1e6 / run.num_calls
-    return variant, dispatch_s * micro, combine_s * micro, pair_s * micro
+    seconds = {"pair_us": pair_s, "dispatch_us": dispatch_s, "combine_us": combine_s}
+    return {"variant": variant, **{name: round(each / run.num_calls * 1e6, 1) for name, each in seconds.items()}}
 
 
 def records_of(run: HostRun, ranks: list[list[HostTimes]]) -> list[HostRecord]:
     """Return a record for each variant, of the rank with the longest pair."""
     slowest = [max(of_ranks, key=lambda times: times.pair_us) for of_ranks in zip(*ranks, strict=True)]
-    return [
-        HostRecord(
-            variant=times.variant,
-            **vars(run),
-            pair_us=round(times.pair_us, 1),
-            dispatch_us=round(times.dispatch_us, 1),
-            combine_us=round(times.combine_us, 1),
-            step_us={step: round(us, 1) for step, us in times.step_us.items()},
-            hardware=hardware(run.device),
-        )
-        for times in slowest
-    ]
+    return [HostRecord(**vars(run), **vars(times), hardware=hardware(run.device)) for times in slowest]

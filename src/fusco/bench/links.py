@@ -55,8 +55,7 @@ def measure_links(group: dist.ProcessGroup, topology: Topology, device: str = "c
     target = torch.zeros_like(source)
     copying_ms = timer.median_ms(lambda: target.copy_(source), _NUM_REPEATS)
     return LinkPeaks(
-        internode=measure_between_nodes(group, topology, timer, source, target),
-        copy_gbs=len(source) / copying_ms / 1e6,
+        internode=measure_between_nodes(group, topology, timer, source, target), copy_gbs=len(source) / copying_ms / 1e6
     )
 
 
@@ -71,9 +70,7 @@ def measure_between_nodes(
         return InternodePeaks()
     rank = dist.get_rank(group)
     node, local = topology.rank_to_node[rank], topology.rank_to_local[rank]
-    following, preceding = (
-        topology.node_to_ranks[(node + step) % topology.num_nodes][local] for step in (1, topology.num_nodes - 1)
-    )
+    following, preceding = (topology.node_to_ranks[(node + i) % topology.num_nodes][local] for i in (1, -1))
     others = [peer for other in topology.remote_nodes(rank) for peer in topology.node_to_ranks[other]]
     share = len(source) // len(others)
 

@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 
 def exchange_messages(
-    group: dist.ProcessGroup,
-    send: Sequence[tuple[int, torch.Tensor]],
-    receive: Sequence[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]
 ) -> None:
     """Send tensors to, and receive them from, the ranks named with them; all at once, and empty ones do not travel.
 

@@ -29,17 +29,11 @@ from fusco.planner.traffic import Traffic
 
 @dataclass(frozen=True)
 class InternodeBlocks:
-    """Blocks of rows that this rank sends to forwarders on other nodes, and that it receives as a forwarder.
+    """Blocks of rows that this rank sends to forwarders on other nodes, and that it receives as a forwarder."""
 
-    Attributes:
-        tokens: int64, the tokens to send, block by block.
-        sends: (forwarder, number of rows) for each block.
-        receives: (source rank, number of rows) for each block.
-    """
-
-    tokens: torch.Tensor
-    sends: list[tuple[int, int]]
-    receives: list[tuple[int, int]]
+    tokens: torch.Tensor  # int64, the tokens to send, block by block
+    sends: list[tuple[int, int]]  # (forwarder, number of rows) for each block
+    receives: list[tuple[int, int]]  # (source rank, number of rows) for each block
 
     @property
     def num_received(self) -> int:
@@ -49,19 +43,12 @@ class InternodeBlocks:
 
 @dataclass(frozen=True)
 class Fanout:
-    """Copies of the rows that a rank holds (received ones, then local ones) for the ranks of its node.
+    """Copies of the rows that a rank holds (received ones, then local ones) for the ranks of its node."""
 
-    Attributes:
-        copy_to_row: int64 (num_copies,), which row each copy is of, by destination.
-        received_counts: for each rank of the node, copies of received rows; those of local rows follow them.
-        send_counts: copies for each rank of the group; none for other nodes.
-        receive_counts: copies from each.
-    """
-
-    copy_to_row: torch.Tensor
-    received_counts: list[int]
-    send_counts: list[int]
-    receive_counts: list[int]
+    copy_to_row: torch.Tensor  # int64 (num_copies,), which row each copy is of, by destination
+    received_counts: list[int]  # for each rank of the node, copies of received rows; those of local rows follow them
+    send_counts: list[int]  # copies for each rank of the group; none for other nodes
+    receive_counts: list[int]  # copies from each
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,8 @@ class NoEngineShuffle:
         num_topk = topk_idx.shape[1]
         with self.profile.spend("planning"):
             blocks = self._plan_blocks(topk_idx)
-            routing = _pack_routing(topk_idx, topk_weights)
+            # As they travel: the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk).
+            routing = torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
             forwarded = routing.new_empty(blocks.num_received, routing.shape[1])
             self._exchange_blocks(blocks, routing.index_select(0, blocks.tokens), forwarded)
             self.profile.internode_metadata_bytes += routing[0:1].nbytes * len(blocks.tokens)
@@ -237,11 +225,6 @@ def _split(blocks: Sequence[tuple[int, int]], rows: torch.Tensor) -> list[tuple[
     """Return each rank's part of rows that are stored block by block."""
     ends = itertools.accumulate(num for _, num in blocks)
     return [(rank, rows[end - num : end]) for (rank, num), end in zip(blocks, ends, strict=True)]
-
-
-def _pack_routing(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Return the ids and weights of each token side by side, int32 (num_tokens, 2 * num_topk), as they travel."""
-    return torch.cat([topk_idx.int(), topk_weights.float().view(torch.int32)], dim=1)
 
 
 def _widened(rows: torch.Tensor) -> torch.Tensor:

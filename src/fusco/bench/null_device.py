@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -47,8 +47,7 @@ class _Stream:
     def wait_event(self, event: object) -> None:
         """Do nothing."""
 
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
+    wait_stream = wait_event
 
 
 class _Event:
@@ -151,18 +150,19 @@ def _never(result: int) -> None:
     raise AssertionError(result)
 
 
-def _null_call() -> int:
-    """Return the address of a function that does nothing and returns 0."""
-    return address_of(_null_function())
-
-
-@lru_cache(maxsize=1)
+@cache
 def _null_function() -> Any:
+    """Return a function that does nothing and returns 0."""
+
     @numba.cfunc("int32(int64, int64, int64, int64, int64, int64)")
     def do_nothing(_a: int, _b: int, _c: int, _d: int, _e: int, _f: int) -> int:
         return 0
 
     return _called(do_nothing, 6)
+
+
+def _null_call() -> int:
+    return address_of(_null_function())
 
 
 class _NullNccl:
@@ -190,8 +190,7 @@ class _NullNccl:
     def abort(self) -> None:
         """Do nothing."""
 
-    def finish(self) -> None:
-        """Do nothing."""
+    finish = abort
 
 
 class _NullDeviceValidator(Validator):

@@ -23,6 +23,8 @@ from fusco.rails.limits import Limits
 MB = 1 << 20
 SIZES = tuple(size * MB for size in (1, 16, 64, 256, 1024))
 CHUNKS = (512 << 10, 2 * MB, 8 * MB)
+BENCHMARKS = ("sizes", "variants", "both-busy", "owner", "memory")
+_BURST_BYTES = 270 << 20  # 5 ms of a link
 _OUTSTANDING_BYTES = 16 * MB  # borrowed on a link at most, whatever the size of chunks
 _NUM_REPEATS = 5
 _DIRECTIONS = {"to host": copy_to_host, "from host": copy_from_host}
@@ -104,10 +106,8 @@ def _seconds(start: Callable[[], object]) -> float:
 def with_chunks(settings: OffloadSettings, launch_bytes: int) -> OffloadSettings:
     """Return settings with launches of exactly that size, and as many as keep 16 MB on a link, at most 32."""
     depth = max(2, min(MAX_SLOTS // 2, _OUTSTANDING_BYTES // launch_bytes))
-    limits = Limits(
-        chunk_bytes=launch_bytes, direct_first=depth, direct_depth=2 * depth, borrowed_per_rail=depth, batch=1
-    )
-    return replace(settings, limits=limits)
+    depths = {"direct_first": depth, "direct_depth": 2 * depth, "borrowed_per_rail": depth}
+    return replace(settings, limits=Limits(chunk_bytes=launch_bytes, batch=1, **depths))
 
 
 def measure_sizes(show: Show, sizes: Sequence[int], memory: Memory) -> None:
@@ -122,13 +122,7 @@ def measure_sizes(show: Show, sizes: Sequence[int], memory: Memory) -> None:
         launch_bytes = LINK_LIMITS.batch * LINK_LIMITS.chunk_bytes
         for case in _DIRECTIONS:
             for num_bytes in sizes:
-                plain = memory.plain_gbs(case, num_bytes)
-                gbs = memory.gbs(case, num_bytes, copier)
-                results = {
-                    "cudaMemcpyAsync GB/s": round(plain, 2),
-                    "GB/s": round(gbs, 2),
-                    "ratio": round(gbs / plain, 3),
-                }
+                results = _compared(memory.plain_gbs(case, num_bytes), memory.gbs(case, num_bytes, copier))
                 show(OffloadRecord("sizes", case, "default", num_bytes, launch_bytes, results))
 
 
@@ -155,8 +149,11 @@ def measure_both_busy(show: Show, memories: Sequence[Memory], num_bytes: int) ->
         with ExitStack() as ending:
             copiers = [ending.enter_context(Copier(memory.device)) for memory in memories]
             gbs = num_bytes / 1e9 / _seconds(partial(_copy_all, copy, pairs, copiers))
-        results = {"cudaMemcpyAsync GB/s": round(plain, 2), "GB/s": round(gbs, 2), "ratio": round(gbs / plain, 3)}
-        show(OffloadRecord("both busy", f"{case}, each GPU", "default", num_bytes, 0, results))
+        show(OffloadRecord("both busy", f"{case}, each GPU", "default", num_bytes, 0, _compared(plain, gbs)))
+
+
+def _compared(plain: float, gbs: float) -> dict[str, float]:
+    return {"cudaMemcpyAsync GB/s": round(plain, 2), "GB/s": round(gbs, 2), "ratio": round(gbs / plain, 3)}
 
 
 def _copy_plainly(pairs: Sequence[Pair], case: str) -> None:
@@ -234,3 +231,25 @@ def _wait_until(holds: Callable[[], bool], limit_s: float) -> float:
             raise FuscoError(f"the memory of the relay GPU was not given back or taken again within {limit_s:g} s")
         time.sleep(0.001)
     return time.perf_counter() - start
+
+
+def run(show: Show, names: Sequence[str], sizes: Sequence[int], chunks: Sequence[int], variants: Sequence[str]) -> None:
+    """Run benchmarks by name on GPU 0, with GPU 1 as the other; with one GPU only ``sizes``, of its own link."""
+    largest = max(sizes)
+    memory = Memory(0, max(largest, _BURST_BYTES))
+    has_other = torch.cuda.device_count() > 1
+    with ExitStack() as ending:
+        owner = ending.enter_context(Owner(1, _BURST_BYTES)) if has_other and {"owner", "memory"} & set(names) else None
+        if "sizes" in names:
+            measure_sizes(show, sizes, memory)
+        if not has_other:
+            return
+        if owner and "memory" in names:
+            measure_memory(show, memory, owner)
+        if owner and "owner" in names:
+            measure_owner(show, memory, owner, _BURST_BYTES, largest)
+        ending.close()
+        if "both-busy" in names:
+            measure_both_busy(show, [memory, Memory(1, largest)], largest)
+        if "variants" in names:
+            measure_variants(show, chunks, variants, memory, min(largest, 256 << 20))

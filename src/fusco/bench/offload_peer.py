@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ _PAUSE_S = 0.03  # between bursts; longer than a rail counts as busy after its o
 _ANSWER_S = 120.0  # limit of a wait for the process
 
 
-class Owner:
+class Owner(AbstractContextManager["Owner"]):
     """The process; ``with`` starts and ends it."""
 
     def __init__(self, device: int, num_bytes: int) -> None:
@@ -57,9 +58,6 @@ class Owner:
         except EOFError:
             raise FuscoError("the process that owns the other GPU has ended; its error is above") from None
         return answer
-
-    def __enter__(self) -> Owner:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._here.close()

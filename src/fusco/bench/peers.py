@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,20 +36,14 @@ class BufferHandle:
     weights: torch.Tensor  # float32 (num_received, num_topk)
 
 
-class PeerShuffle:
+class PeerShuffle(AbstractContextManager[Any]):
     """A buffer of DeepEP's, which the end of a ``with`` block releases on all ranks; not after an error on one."""
 
     _buffer: Any
 
-    def __enter__(self: _Peer) -> _Peer:
-        return self
-
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
             self._buffer.destroy()
-
-
-_Peer = TypeVar("_Peer", bound=PeerShuffle)
 
 
 class BufferShuffle(PeerShuffle):

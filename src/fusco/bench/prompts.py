@@ -1,4 +1,4 @@
-"""Prompts of the Azure trace on ranks, in order of arrival, as a prefill batch has them."""
+"""Prompts of ranks in a prefill: those of the Azure trace in order of arrival, or of given lengths, without padding."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from fusco.bench.names import Prefill
 
 _TRACE = "azure_llm_2023_conv.npz"
 _NUM_PROMPTS = 4096
+_SKEW = 8
 _TOKENS_OF_TRACE = 8192  # a rank with this many tokens has prompts of the lengths of the trace
 
 
 def prompts_of_ranks(prefill: Prefill, max_tokens: int, num_ranks: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Return the lengths of the prompts of each rank.
+    """Return the lengths of the prompts of each rank; of several batches, if ranks are more than a job's.
 
-    Args:
-        prefill: ``"one-prompt"`` for each rank, or ``"ragged"``: as many as fit on it.
-        max_tokens: most tokens of a rank. Lengths are those of the trace times ``max_tokens / 8192``, rounded up;
-            longer prompts are cut.
-        num_ranks: ranks, of several batches if they are more than a job's.
-        first: index of the first prompt in the trace, which is repeated.
+    ``"one-prompt"`` for each rank, or ``"ragged"``: as many as fit on it. Lengths are those of the trace, from prompt
+    ``first`` on and repeated, times ``max_tokens / 8192``, rounded up; longer prompts are cut.
 
     >>> prompts_of_ranks("one-prompt", 8192, 3), prompts_of_ranks("ragged", 300, 1)
     ([(374,), (396,), (879,)], [(14, 15, 33, 4, 4, 14, 49, 15, 9, 8, 15, 15, 49)])
@@ -68,3 +65,39 @@ def draw_batches(prefill: Prefill, num_batches: int, max_tokens: int, num_ranks:
         )
         for number in range(num_batches)
     ]
+
+
+def prompt_lengths(batch: str, tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return the lengths of every rank's prompts, of at most ``tokens`` on a rank.
+
+    ``batch`` is a number of equal prompts on each rank; or ``"skewed"``, one prompt on each rank, an eighth as long on
+    all ranks but the first; or ``"ragged"``, see ``prompts_of_ranks``. Raises ``ValueError`` for another name, and for
+    prompts that do not divide ``tokens``.
+
+    >>> prompt_lengths("2", 8, 2), prompt_lengths("skewed", 16, 2)
+    ([(4, 4), (4, 4)], [(16,), (2,)])
+    """
+    if batch == "skewed":
+        return [(tokens if rank == 0 else max(1, tokens // _SKEW),) for rank in range(num_ranks)]
+    if batch == "ragged":
+        return prompts_of_ranks("ragged", tokens, num_ranks)
+    if not batch.isdecimal() or not int(batch):
+        raise ValueError(f"batch {batch!r} is neither a number of prompts nor 'ragged' nor 'skewed'")
+    if tokens % int(batch):
+        raise ValueError(f"{batch} equal prompts do not divide {tokens} tokens")
+    return [(tokens // int(batch),) * int(batch)] * num_ranks
+
+
+def describe_prompts(batch: str, lengths: list[tuple[int, ...]]) -> str:
+    """Describe a batch for a table.
+
+    >>> describe_prompts("2", [(4, 4), (4, 4)]), describe_prompts("ragged", [(3, 4), (5,)])
+    ('2 x 4', 'ragged: 2 of 7, 1 of 5')
+    >>> describe_prompts("skewed", [(16,), (2,)])
+    'skewed: 16, 2'
+    """
+    if batch.isdecimal():
+        return f"{batch} x {lengths[0][0]}"
+    if batch == "skewed":
+        return "skewed: " + ", ".join(str(sum(rank)) for rank in lengths)
+    return "ragged: " + ", ".join(f"{len(rank)} of {sum(rank)}" for rank in lengths)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fusco.bench.core_times import others_share
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.internode_bytes import busiest_rows, internode_rows
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.stopwatch import others_share
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
 from fusco.bench.variants import DEDUPLICATED, balancer_of, has_fixed_messages
 

@@ -54,7 +54,7 @@ def num_steps(num_nodes: Sequence[int]) -> int:
 
 
 def measure_schedules(
-    num_nodes: Sequence[int], num_draws: int, seed: int = 0, on_step: Callable[[str, int], None] | None = None
+    num_nodes: Sequence[int], num_draws: int, seed: int = 0, on_step: Callable[[str, int], None] = lambda *_: None
 ) -> list[ScheduleRecord]:
     """Run every mode on the same draws: off-diagonal entries uniform in 1..100,000.
 
@@ -65,8 +65,7 @@ def measure_schedules(
     records: list[ScheduleRecord] = []
     for size in num_nodes:
         for mode in _MODES:
-            if on_step:
-                on_step(f"{mode}, {size} nodes", len(records))
+            on_step(f"{mode}, {size} nodes", len(records))
             records.append(_measure(mode, size, num_draws, seed))
     return records
 

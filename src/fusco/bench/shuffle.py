@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from fusco.bench.core_times import CoreTimes
 from fusco.bench.links import LinkPeaks, measure_links
 from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Workload
+from fusco.bench.stopwatch import CoreTimes
+from fusco.bench.traffic import Workload, WorldInput
 from fusco.bench.verification import verify
-from fusco.bench.world_input import WorldInput
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 

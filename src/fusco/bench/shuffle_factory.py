@@ -18,9 +18,8 @@ from fusco.bench.no_engine import NoEngineShuffle
 from fusco.bench.no_planner import NoPlannerShuffle, expand
 from fusco.bench.peers import BufferShuffle, ElasticBufferShuffle
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Workload
+from fusco.bench.traffic import Workload, WorldInput
 from fusco.bench.variants import WITHOUT_LANES, balancer_of
-from fusco.bench.world_input import WorldInput
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS
@@ -36,22 +35,15 @@ _PARTS_OF_NODES, _PARTS_OF_RANKS = 2, 3
 
 @dataclass(frozen=True)
 class Shuffle:
-    """One variant on one rank.
+    """One variant on one rank."""
 
-    Attributes:
-        dispatch: returns expert-major rows, rows of each local expert, and what ``combine`` needs.
-        combine: returns token-major rows.
-        profile: returns the profile of the latest call of either.
-        is_graph: whether it is captured in a CUDA graph and replayed.
-        num_roundings: how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end.
-        is_ordered: whether the rows of an expert are in the order that is specified, and not in order of arrival.
-    """
-
-    dispatch: Callable[[], Sent]
-    combine: Callable[[torch.Tensor, Any], torch.Tensor]
-    profile: Callable[[], CallProfile] = CallProfile
-    is_graph: bool = False
+    dispatch: Callable[[], Sent]  # returns expert-major rows, rows of each local expert, and what ``combine`` needs
+    combine: Callable[[torch.Tensor, Any], torch.Tensor]  # returns token-major rows
+    profile: Callable[[], CallProfile] = CallProfile  # returns the profile of the latest call of either
+    is_graph: bool = False  # whether it is captured in a CUDA graph and replayed
+    # how often a sum of 16-bit rows may be rounded: where its parts travel, and at the end
     num_roundings: int = _PARTS_OF_NODES
+    # whether the rows of an expert are in the order that is specified, and not in order of arrival
     is_ordered: bool = True
 
     def both(self) -> torch.Tensor:
@@ -157,9 +149,8 @@ def _baseline(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
     explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
-    return Shuffle(
-        _of_routing(explicit, rank), explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS
-    )
+    dispatch = _of_routing(explicit, rank)
+    return Shuffle(dispatch, explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS)
 
 
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
@@ -169,15 +160,11 @@ def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
 
 
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    shuffle = factory.keep(
-        "deep_ep_v2", lambda: ElasticBufferShuffle(factory.group, rank.workload, factory.run.num_sms)
-    )
+    group, num_sms = factory.group, factory.run.num_sms
+    shuffle = factory.keep("deep_ep_v2", lambda: ElasticBufferShuffle(group, rank.workload, num_sms))
     # A product with a weight is rounded before parts of a sum are.
     return Shuffle(
-        lambda: shuffle.dispatch(rank.x, rank.routing),
-        shuffle.combine,
-        num_roundings=_PARTS_OF_RANKS,
-        is_ordered=False,
+        lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine, num_roundings=_PARTS_OF_RANKS, is_ordered=False
     )
 
 

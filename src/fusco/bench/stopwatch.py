@@ -1,10 +1,12 @@
-"""Times of work: marks on a device or the host, and times that start on all ranks together."""
+"""Times of work: marks on a device or the host, times that start on all ranks together, and times of the cores."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +17,8 @@ _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host en
 _NUM_WARM_UPS = 3
 _NUM_LOOPS = 3
 NUM_CALLS_IN_A_ROW = 20
+_IDLE = slice(3, 5)  # fields of /proc/stat, proc(5): idle, and waiting for a disk
+_NUM_FIELDS = 8  # those after steal are counted in earlier ones
 
 
 class Stopwatch:
@@ -47,13 +51,6 @@ class SectionTimer:
         """Begin a section, or end the one that has begun."""
         if self.is_on:
             self._marks.setdefault(section, []).append(self._stopwatch.mark())
-
-    @contextmanager
-    def timed(self, section: str) -> Iterator[None]:
-        """Mark a section around the block."""
-        self.mark(section)
-        yield
-        self.mark(section)
 
     def take_s(self, sections: Sequence[str]) -> dict[str, float]:
         """Return the seconds of every section since the last call; the device must have reached all marks."""
@@ -123,3 +120,40 @@ class RankTimer:
         slowest = torch.tensor([median(self.times_ms(work, num_iterations))], dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return float(slowest)
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Core-seconds of this process, of all processes and the kernel, and of all cores, busy or idle.
+
+    Those of the machine have steps of 10 ms.
+    """
+
+    process_s: float = 0.0
+    busy_s: float = 0.0
+    all_s: float = 0.0
+
+    @classmethod
+    def now(cls) -> CoreTimes:
+        """Return the times since this process, and this machine, started."""
+        line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+        ticks = list(map(int, line.split()[1 : 1 + _NUM_FIELDS]))
+        per_second = os.sysconf("SC_CLK_TCK")
+        return cls(time.process_time(), (sum(ticks) - sum(ticks[_IDLE])) / per_second, sum(ticks) / per_second)
+
+    def since(self, start: CoreTimes) -> CoreTimes:
+        """Return what has passed since ``start``."""
+        return CoreTimes(self.process_s - start.process_s, self.busy_s - start.busy_s, self.all_s - start.all_s)
+
+
+def others_share(of_ranks: Sequence[Sequence[CoreTimes]]) -> float:
+    """Return the share of the cores' time that was spent on other processes than the ranks.
+
+    ``of_ranks`` are, by rank, the times of the same calls; all ranks are on this machine.
+
+    >>> others_share([[CoreTimes(0.2, 0.9, 1.0)], [CoreTimes(0.3, 0.9, 1.0)]])
+    0.4
+    """
+    process_s = sum(times.process_s for rank in of_ranks for times in rank)
+    busy_s, all_s = (sum(getattr(times, name) for times in of_ranks[0]) for name in ("busy_s", "all_s"))
+    return max(0.0, round((busy_s - process_s) / all_s, 3)) if all_s else 0.0

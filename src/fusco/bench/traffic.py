@@ -6,6 +6,7 @@ The routing of a rank depends on (seed, rank) alone, so any process can rebuild 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,7 @@ from fusco.planner.routing import Routing
 
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2): most ranks have almost no or almost only remote traffic, as in FUSCO's Fig. 10
+_SUFFIXES = (".npz", ".npy")
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
-        """Read one layer of a trace.
+        """Read one layer of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
 
-        Args:
-            path: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk); ``None`` means the
-                Qwen3-30B-A3B trace that comes with fusco.
-            key: the array of an npz file; optional if only one array has the shape of ids.
-            layer: index of the layer.
-
-        Raises ``ValueError`` with the contents of the file, or ``OSError``.
+        Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
+        if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
         """
         source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
         ids = _read_ids(source, key)
@@ -61,7 +58,10 @@ class Trace:
         """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""
         num_tokens, has_topk = self.topk_idx.shape
         if has_topk != num_topk:
-            raise ValueError(f"the trace has top-{has_topk}, num_topk is {num_topk}")
+            raise ValueError(
+                f"the trace has top-{has_topk}, num_topk is {num_topk}: choose --num-topk {has_topk}, or generated "
+                f"--traffic"
+            )
         if not num_tokens:
             raise ValueError(f"the trace {self.name} has no tokens")
         invalid = np.argwhere((self.topk_idx < -1) | (self.topk_idx >= num_experts))
@@ -92,9 +92,7 @@ class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
-
-    Raises:
-        ValueError: if pattern and shapes do not fit together.
+    Raises ``ValueError`` if pattern and shapes do not fit together.
     """
 
     pattern: Pattern
@@ -111,7 +109,7 @@ class Workload:
     def __post_init__(self) -> None:
         experts = self.placement.num_experts
         if self.num_topk > experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {experts} experts")
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
         if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
             self._check_nodes()
         if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
@@ -170,9 +168,8 @@ class Workload:
 
     def _ids(self, rank: int, generator: torch.Generator) -> torch.Tensor:
         if self.trace is not None:
-            wanted = np.arange(self.num_tokens(rank)) + (
-                self.batch.first_token[rank] if self.batch else rank * self.tokens
-            )
+            first = self.batch.first_token[rank] if self.batch else rank * self.tokens
+            wanted = first + np.arange(self.num_tokens(rank))
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
         num_experts = self.placement.num_experts
         if self.pattern is Pattern.ONE_EXPERT:
@@ -204,6 +201,32 @@ class Workload:
         return is_remote == (nodes != local_node)
 
 
+@dataclass(frozen=True)
+class WorldInput:
+    """The rows and the routing of all ranks, which each rank rebuilds to verify what it receives."""
+
+    rows: Sequence[torch.Tensor]
+    topk_idx: Sequence[torch.Tensor]
+    topk_weights: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, workload: Workload, device: torch.device | str = "cpu") -> WorldInput:
+        """Rebuild the input of every rank."""
+        ranks = range(workload.topology.world_size)
+        routings = [workload.routing(rank) for rank in ranks]
+        return cls(
+            [workload.rows(rank, device) for rank in ranks],
+            [routing.topk_idx.to(device) for routing in routings],
+            [routing.topk_weights.to(device) for routing in routings if routing.topk_weights is not None],
+        )
+
+
+def world_bytes(workload: Workload) -> int:
+    """Return the memory that the rows of a ``WorldInput`` take while they are made, the last rank's in float32."""
+    num_elements = workload.tokens * workload.hidden
+    return num_elements * (workload.topology.world_size * workload.dtype.itemsize + torch.float32.itemsize)
+
+
 def internode_rows_lower_bound(workload: Workload) -> int:
     """Count the distinct (token, remote node) pairs of all ranks by brute force, without the planner."""
     expert_to_node = np.array([workload.topology.rank_to_node[r] for r in workload.placement.expert_to_rank])
@@ -217,3 +240,20 @@ def internode_rows_lower_bound(workload: Workload) -> int:
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Return numbers between 0 and 1, independent of PyTorch's default dtype and device."""
     return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def check_trace_path(path: Path) -> None:
+    """Raise ``ValueError`` for a path that is not one of a trace, or whose directory is missing."""
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"a trace is a file {' or '.join(_SUFFIXES)}, got {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory {path.absolute().parent} for the trace")
+
+
+def write_trace(path: Path, routing: npt.NDArray[np.integer[Any]]) -> None:
+    """Write ids (tokens, layers, topk) in the narrowest dtype that can represent them."""
+    ids = routing.astype(np.min_scalar_type(int(routing.max(initial=0))))
+    if path.suffix == ".npz":
+        np.savez_compressed(path, topk_idx=ids)
+    else:
+        np.save(path, ids)

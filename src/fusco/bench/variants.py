@@ -54,16 +54,9 @@ def balancer_of(variant: str, balancer: str, device: str) -> str:
 def choose_variants(
     device: str, num_nodes: int, selected: Sequence[str] = (), *, with_ablation: bool = False
 ) -> tuple[str, ...]:
-    """Return the variants to measure, in order.
+    """Return the variants to measure, in order: those ``selected`` or else the default ones, then ``ABLATION``.
 
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        num_nodes: how many nodes there are.
-        selected: names, instead of the default ones.
-        with_ablation: add ``ABLATION``.
-
-    Raises:
-        ValueError: for a name that is not offered there.
+    Raises ``ValueError`` for a name that is not offered on the device (``"cpu"`` or ``"cuda"``) and number of nodes.
 
     >>> choose_variants("cuda", 2, with_ablation=True)
     ('fusco', 'fusco-static', 'fusco-graph', 'baseline', 'no-engine', 'no-planner', 'no-lanes', 'no-balancer')

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import Workload
-from fusco.bench.world_input import WorldInput
+from fusco.bench.traffic import Workload, WorldInput
 
 
 def verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:
@@ -38,10 +37,8 @@ def verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int, m
         seen, expected = (_in_order_of_content(part, counts) for part in (seen, expected))
     wrong = (seen != expected).any(dim=1).nonzero().squeeze(1)
     errors = []
-    if len(wrong):
-        errors.append(
-            f"rank {rank}: {len(wrong)} of {len(expected)} dispatched rows are wrong, first row {int(wrong[0])}"
-        )
+    if num := len(wrong):
+        errors.append(f"rank {rank}: {num} of {len(expected)} dispatched rows are wrong, first row {int(wrong[0])}")
     y = torch.zeros_like(rows)
     y[: len(expected)] = apply_experts(rows[: len(expected)], counts, experts)
     error = combine_error(world, rank, shuffle.combine(y, handle), shuffle.num_roundings)

@@ -32,8 +32,7 @@ app.command()(offload)
 def balancers(
     draws: options.Draws = 1000,
     loads: Annotated[
-        names.Loads,
-        typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace."),
+        names.Loads, typer.Option(help="bimodal: Beta(0.2, 0.2); one-prompt, ragged: prefills of the Azure trace.")
     ] = "bimodal",
     seed: options.Seed = 0,
     json: options.JsonFile = None,
@@ -43,17 +42,8 @@ def balancers(
     from fusco.bench.json_lines import write_json_lines
 
     records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
-    columns = (
-        "nodes x ranks",
-        "balancer",
-        "busiest sender",
-        "busiest receiver",
-        "busiest",
-        "rows moved",
-        "time",
-        "gain",
-        "P99",
-    )
+    ratios = ("busiest sender", "busiest receiver", "busiest")
+    columns = ("nodes x ranks", "balancer", *ratios, "rows moved", "time", "gain", "P99")
     title = f"rows of the busiest rank over the bound, {loads}, medians of {draws} draws; gain over send-and-receive"
     table = new_table(title, columns, left=("balancer",))
     for i, record in enumerate(records):

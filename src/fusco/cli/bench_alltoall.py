@@ -19,8 +19,7 @@ from fusco.cli.testbed import PlaceOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fusco.bench.alltoall import ExchangeResult, ExchangeRun
-    from fusco.bench.alltoall_record import ExchangeRecord
+    from fusco.bench.alltoall import ExchangeRecord, ExchangeResult, ExchangeRun
     from fusco.bench.links import LinkPeaks
     from fusco.bench.traffic import Workload
     from fusco.core.topology import Topology
@@ -54,8 +53,7 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall import ExchangeRun
-    from fusco.bench.alltoall_record import summarize
+    from fusco.bench.alltoall import ExchangeRun, summarize
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
     from fusco.core.config import Settings
@@ -154,14 +152,8 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
     rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
     columns = (
         *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "fusco\n/ bound"),
-        *(
-            "schedule,\nstages",
-            "between\nnodes, MB",
-            "busiest rank:\nall_to_all_single",
-            "lane:\nfusco",
-            "\nbound, MB",
-            "verified",
-        ),
+        *("schedule,\nstages", "between\nnodes, MB", "busiest rank:\nall_to_all_single"),
+        *("lane:\nfusco", "\nbound, MB", "verified"),
     )
     notes = (
         f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "

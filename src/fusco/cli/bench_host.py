@@ -53,7 +53,7 @@ def host(
     on = "cuda" if device is HostDevice.CUDA else "cpu"
     num_devices(on)  # before any process starts
     if num_topk > num_experts:
-        raise ValueError(f"a token cannot have {num_topk} different ones of {num_experts} experts")
+        raise ValueError(f"num_topk is {num_topk}, more than the {num_experts} experts")
     if uneven := [num_ranks for num_ranks in ranks or () if num_ranks % nodes]:
         raise ValueError(f"--ranks {uneven[0]} do not divide among {nodes} nodes")
     for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device is HostDevice.NULL else [1]):

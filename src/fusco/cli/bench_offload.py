@@ -44,8 +44,7 @@ def offload(
     import torch
 
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.offload import CHUNKS, SIZES, VARIANTS
-    from fusco.bench.offload_suite import BENCHMARKS, run
+    from fusco.bench.offload import BENCHMARKS, CHUNKS, SIZES, VARIANTS, run
 
     names = options.choose_names(only, list(BENCHMARKS), "only")
     variants = options.choose_names(variant, list(VARIANTS), "variant")
@@ -76,8 +75,7 @@ def show_records(records: list[OffloadRecord], console: Console) -> None:
         table = new_table(benchmark, columns, left=("case", "variant"))
         for record in rows:
             sizes = (f"{each / _MB:g}" if each else "" for each in (record.num_bytes, record.chunk_bytes))
-            table.add_row(
-                escape(record.case), record.variant, *sizes, *(f"{value:g}" for value in record.results.values())
-            )
+            values = (f"{value:g}" for value in record.results.values())
+            table.add_row(escape(record.case), record.variant, *sizes, *values)
         console.print(table)
     console.print(describe_origin(records[0], 1))

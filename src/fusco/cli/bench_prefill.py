@@ -7,7 +7,7 @@ from dataclasses import replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -82,15 +82,20 @@ def prefill(
     check_fsdp("fusco bench prefill")
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.prefill import records as results
+    from fusco.bench.prefill.job import TINY, PrefillJob
     from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.fsdp.qwen3 import Qwen3Shape
 
-    topology, device = place.topology(num_cpu_nodes=1), place.device.value
-    is_cuda = device == "cuda"
+    topology, is_cuda = place.topology(num_cpu_nodes=1), place.device is options.Device.CUDA
+    device: Literal["cpu", "cuda"] = "cuda" if is_cuda else "cpu"
     model = model or (ModelName.QWEN3 if is_cuda else ModelName.TINY)
     dtype = dtype or ("bfloat16" if is_cuda else "float32")
     chosen, skipped = _choose_variants(variants, device, dtype)
-    job = _make_job(
-        (model, layers, tokens),
+    is_tiny = model is ModelName.TINY
+    shape = TINY if is_tiny else Qwen3Shape()
+    job = PrefillJob(
+        shape=replace(shape, num_layers=layers or shape.num_layers),
+        tokens=tokens or (256 if is_tiny else 8192),
         num_ranks=topology.world_size,
         ranks_per_node=topology.ranks_per_node,
         device=device,
@@ -98,7 +103,7 @@ def prefill(
         routings=tuple(options.choose_names(routing, (), "routing")),
         variants=chosen,
         dtype=dtype,
-        num_iterations=iterations or (10 if model is ModelName.TINY else 20),
+        num_iterations=iterations or (10 if is_tiny else 20),
         seed=seed,
         timeout_s=timeout_s,
     )
@@ -134,19 +139,6 @@ def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tu
     if not chosen:
         raise ValueError("no variant can run here: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
     return chosen, skipped
-
-
-def _make_job(sizes: tuple[ModelName, int | None, int | None], **configuration: Any) -> PrefillJob:
-    from fusco.bench.prefill.job import TINY, PrefillJob
-    from fusco.fsdp.qwen3 import Qwen3Shape
-
-    model, layers, tokens = sizes
-    shape = TINY if model is ModelName.TINY else Qwen3Shape()
-    return PrefillJob(
-        shape=replace(shape, num_layers=layers or shape.num_layers),
-        tokens=tokens or (256 if model is ModelName.TINY else 8192),
-        **configuration,
-    )
 
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:

@@ -75,8 +75,6 @@ def _table(records: Sequence[RailsRecord]) -> Table:
     table = new_table(f"{one.benchmark}{analogue}: {shape}", (*names, *one.results), left=names)
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or (records[i + 1].case != record.case and len({r.policy for r in records}) > 1)
-        values = (
-            f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}" for value in record.results.values()
-        )
+        values = (f"{each:,.0f}" if float(each).is_integer() else f"{each:,.3g}" for each in record.results.values())
         table.add_row(escape(record.case), escape(record.policy), *values, end_section=is_last)
     return table

@@ -155,7 +155,7 @@ def _check_timeline(run: ShuffleRun) -> None:
 def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.results import summarize
     from fusco.bench.shuffle import num_steps, run_rank
-    from fusco.bench.world_input import world_bytes
+    from fusco.bench.traffic import world_bytes
     from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 

@@ -15,35 +15,22 @@ if TYPE_CHECKING:
 
     from fusco.bench.results import ShuffleRecord
 
-_ROWS = (
-    ("dispatch", "dispatch_ms", "ms"),
-    ("combine", "combine_ms", "ms"),
-    ("dispatch + combine", "total_ms", "ms"),
-    ("  bound of each, by the busiest rank", "bound_ms", "ms"),
-    ("  planning", "planning_ms", "ms"),
-    ("  staging (copy into shared memory)", "staging_ms", "ms"),
-    ("  wire (and what is fused into it)", "wire_ms", "ms"),
-    ("  only rearranging", "rearranging_ms", "ms"),
-    ("rows between nodes", "internode_row_bytes", "MB"),
-    ("  lower bound", "internode_row_bytes_lower_bound", "MB"),
-    ("  busiest rank", "busiest_rank_bytes", "MB"),
-    ("rows within nodes", "intranode_row_bytes", "MB"),
-    ("  read to send them for others", "lane_row_bytes", "MB"),
-    ("metadata between nodes", "metadata_bytes", "MB"),
-)
-
-
-_HEADINGS = (
-    ("dispatch\nms", "dispatch_ms"),
-    ("combine\nms", "combine_ms"),
-    ("both\nms", "total_ms"),
-    ("bound of\neach, ms", "bound_ms"),
-    ("planning\nms", "planning_ms"),
-    ("wire\nms", "wire_ms"),
-    ("only re-\narranging, ms", "rearranging_ms"),
-    ("between\nnodes, MB", "internode_row_bytes"),
-    ("lower\nbound, MB", "internode_row_bytes_lower_bound"),
-    ("busiest\nrank, MB", "busiest_rank_bytes"),
+# Name of a figure, its row with a column for each variant, its column with a row for each.
+_FIGURES = (
+    ("dispatch_ms", "dispatch", "dispatch\nms"),
+    ("combine_ms", "combine", "combine\nms"),
+    ("total_ms", "dispatch + combine", "both\nms"),
+    ("bound_ms", "  bound of each, by the busiest rank", "bound of\neach, ms"),
+    ("planning_ms", "  planning", "planning\nms"),
+    ("staging_ms", "  staging (copy into shared memory)", ""),
+    ("wire_ms", "  wire (and what is fused into it)", "wire\nms"),
+    ("rearranging_ms", "  only rearranging", "only re-\narranging, ms"),
+    ("internode_row_bytes", "rows between nodes", "between\nnodes, MB"),
+    ("internode_row_bytes_lower_bound", "  lower bound", "lower\nbound, MB"),
+    ("busiest_rank_bytes", "  busiest rank", "busiest\nrank, MB"),
+    ("intranode_row_bytes", "rows within nodes", ""),
+    ("lane_row_bytes", "  read to send them for others", ""),
+    ("metadata_bytes", "metadata between nodes", ""),
 )
 _MAX_COLUMNS = 3
 
@@ -86,10 +73,10 @@ def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Seque
     by_name = {record.variant: record for record in records}
     has_ratio = {"fusco", "baseline"} <= set(by_name)
     table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), notes)
-    for label, name, unit in _ROWS:
+    for name, label, _ in _FIGURES:
         if name == "bound_ms" and not records[0].bound_ms:
             continue
-        cells = [f"{_value(record, name, unit)} {unit}" for record in records]
+        cells = [f"{_value(record, name)} {'ms' if name.endswith('_ms') else 'MB'}" for record in records]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
@@ -99,15 +86,15 @@ def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Seque
 
 
 def _with_row_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:
-    table = new_table(title, ("", *(heading for heading, _ in _HEADINGS), "verified"), notes)
+    table = new_table(title, ("", *(heading for _, _, heading in _FIGURES if heading), "verified"), notes)
     for record in records:
-        cells = (_value(record, name, "ms" if name.endswith("_ms") else "MB") for _, name in _HEADINGS)
+        cells = (_value(record, name) for name, _, heading in _FIGURES if heading)
         table.add_row(record.variant, *cells, verified_cell(record.is_right))
     return table
 
 
-def _value(record: ShuffleRecord, name: str, unit: str) -> str:
-    return f"{getattr(record, name) * (1.0 if unit == 'ms' else 1e-6):,.2f}"
+def _value(record: ShuffleRecord, name: str) -> str:
+    return f"{getattr(record, name) * (1.0 if name.endswith('_ms') else 1e-6):,.2f}"
 
 
 def _notes(record: ShuffleRecord) -> list[str]:

@@ -11,10 +11,7 @@ _FOLDER = Path(__file__).parents[1] / "integrations" / "path"
 
 
 def integrations(
-    path: Annotated[
-        str,
-        typer.Option(metavar="MODULE", help="The module to print the folder of: deep_ep."),
-    ] = "",
+    path: Annotated[str, typer.Option(metavar="MODULE", help="The module to print the folder of: deep_ep.")] = "",
 ) -> None:
     """List the modules that run other libraries' interfaces on fusco, or print the folder of one.
 

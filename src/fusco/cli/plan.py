@@ -1,9 +1,11 @@
-"""``fusco plan``: the traffic, links and loads of one plan."""
+"""``fusco plan``: the traffic, links and loads of one plan, of a dispatch or of a shuffle of segments."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from fusco.bench import names
@@ -14,6 +16,10 @@ from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from fusco.bench.explain import PlanRecord
+    from fusco.bench.explain_shuffle import ShuffleRecord
+    from fusco.core.topology import Topology
+
+_SKEW, _BYTES_PER_RANK = 0.8, 16 << 20
 
 
 @with_groups
@@ -24,9 +30,22 @@ def plan(
     traffic: options.Pattern = names.Pattern.IMBALANCED,
     workload: options.WorkloadOptions,
     balancer: options.Balancer = options.BalancerName.LANES,
+    shuffle: Annotated[
+        names.MatrixKind | None,
+        typer.Option(help="Plan a shuffle of segments of these sizes between ranks, instead of a dispatch."),
+    ] = None,
+    bytes_per_rank: Annotated[
+        int | None,
+        typer.Option(min=1, max=1 << 50, help="With --shuffle: mean bytes that a rank sends. Default: 16 MiB."),
+    ] = None,
+    skew: Annotated[
+        float | None, typer.Option(min=0, max=100, help="With --shuffle zipf: skew of the sizes. Default: 0.8.")
+    ] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Explain one plan: traffic between nodes, ranks with and without lanes, balancers, duplicates avoided, memory.
+
+    With --shuffle: which ranks send segments of others of their node, by default settings on the CPU.
 
     Pure computation: nothing is sent, and no other process is started.
     """
@@ -35,10 +54,65 @@ def plan(
     from fusco.core.topology import Topology
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    if shuffle is not None:
+        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != options.BalancerName.LANES}
+        _check_no_dispatch(workload, is_given)
+        segments = _explain_shuffle(shuffle, topology, bytes_per_rank, skew, workload.seed)
+        _print_shuffle(segments, new_console(json))
+        write_json_lines([segments], json)
+        return
+    for option, value in (("--bytes-per-rank", bytes_per_rank), ("--skew", skew)):
+        if value is not None:
+            raise ValueError(f"{option} {value} goes with --shuffle, such as --shuffle zipf")
     (planned,) = workload.workloads([traffic], topology)
     record = explain(planned, balancer.value)
     _print(record, new_console(json))
     write_json_lines([record], json)
+
+
+def _check_no_dispatch(workload: options.WorkloadOptions, is_given: dict[str, bool]) -> None:
+    """Raise ``ValueError`` for options of a dispatch that differ from their defaults."""
+    is_given |= {f.name: getattr(workload, f.name) != f.default for f in fields(workload) if f.name != "seed"}
+    given = ["--" + name.replace("_", "-") for name, differs in is_given.items() if differs]
+    if given:
+        raise ValueError(f"--shuffle plans segments, without tokens and experts: leave out {', '.join(given)}")
+
+
+def _explain_shuffle(
+    kind: names.MatrixKind, topology: Topology, bytes_per_rank: int | None, skew: float | None, seed: int
+) -> ShuffleRecord:
+    from fusco.bench.explain_shuffle import explain_shuffle
+    from fusco.bench.matrices import make_rank_bytes
+    from fusco.cpu.layout import SLICE_BYTES
+
+    if skew is not None and kind != "zipf":
+        raise ValueError(f"--skew {skew:g} goes with --shuffle zipf, not with {kind}")
+    skew = _SKEW if skew is None else skew
+    rank_bytes = make_rank_bytes(kind, topology.world_size, bytes_per_rank or _BYTES_PER_RANK, skew=skew, seed=seed)
+    return explain_shuffle(kind, rank_bytes, topology, SLICE_BYTES)
+
+
+def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
+    lanes = "with lanes" if record.has_lanes else "without lanes: no rank has 1/8 and a slice more than its share"
+    console.print(
+        f"shuffle of [bold]{record.matrix}[/] segments: {record.nodes} nodes x {record.ranks_per_node} ranks, {lanes}"
+    )
+    title = f"MB between nodes, by rank; bound {record.bound_bytes / 1e6:,.2f}: the busiest node's share for each rank"
+    ranks = new_table(title, ["rank", "node", "sends", "receives", "plain: sends", "receives"])
+    for rank in record.ranks:
+        sizes = (rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
+        ranks.add_row(str(rank.rank), str(rank.node), *(f"{size / 1e6:,.2f}" for size in sizes))
+    console.print(ranks)
+    if record.carried:
+        carried = new_table("what ranks send for others of their node", ["carrier", "for rank", "to node", "MB"])
+        for each in record.carried:
+            carried.add_row(str(each.carrier), str(each.rank), str(each.to_node), f"{each.num_bytes / 1e6:,.2f}")
+        console.print(carried)
+    moved = sum(each.num_bytes for each in record.carried)
+    console.print(
+        f"within nodes: {moved / 1e6:,.2f} MB handed to carriers, {record.handed_on_bytes / 1e6:,.2f} MB handed on "
+        f"after their arrival"
+    )
 
 
 def _print(record: PlanRecord, console: Console) -> None:

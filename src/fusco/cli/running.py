@@ -113,17 +113,9 @@ def run_on_ranks(
 ) -> list[_Result] | None:
     """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
 
-    Args:
-        function: one rank's part, which reports ``num_steps`` steps.
-        arguments: the same for all ranks.
-        num_ranks: processes to start, unless a launcher has started the ranks.
-        num_steps: shown on the console as they are reported.
-        console: shows progress.
-        device: ``"cpu"`` or ``"cuda"``.
-        environment: for each rank, variables added to this process's environment, if it is started here.
-        prepare: functions that compile kernels, called first, so that the ranks load them from disk.
-
-    Returns ``None`` on all ranks but 0 of a job that a launcher has started.
+    It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
+    The console shows the ``num_steps`` steps that rank 0 reports. ``environment`` has, for each rank that is started
+    here, variables added to this process's. ``prepare`` compiles kernels first, so that ranks load them from disk.
     """
     from fusco.ranks.joined_world import JoinedWorld
     from fusco.ranks.local_world import LocalWorld

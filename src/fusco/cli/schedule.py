@@ -42,8 +42,7 @@ def schedule(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of a generated matrix. Default: 0.")] = None,
     file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv."),
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv.")
     ] = None,
     mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = "auto",
     ranks_per_node: options.RanksPerNode = 8,

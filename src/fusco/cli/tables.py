@@ -13,10 +13,15 @@ if TYPE_CHECKING:
 
 
 def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, left: Sequence[str] = ("",)) -> Table:
-    """Return a table without rows; columns are flushed right unless they are in ``left``, and notes are below it."""
+    """Return a table without rows; columns are flushed right unless they are in ``left``, and notes are below it.
+
+    On a narrow terminal names on the left stay whole, and all other cells take more lines: nothing is left out.
+    """
     table = Table(title=title, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+        is_left = name in left
+        is_name = is_left and name != columns[-1]  # a last column is a list
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=is_name)
     return table
 
 
@@ -27,9 +32,7 @@ def verified_cell(is_right: bool) -> str:
 
 def describe_origin(record: Measurement, num_ranks: int, packages: tuple[str, ...] = ("torch",)) -> str:
     """Describe the GPUs, one for each rank, or the processor; versions of packages; the commit."""
-    hardware = record.hardware
-    machine = (
-        f"{num_ranks} x {hardware['gpu']}" if "gpu" in hardware else f"{hardware['cpu']}, {hardware['num_cores']} cores"
-    )
+    of = record.hardware
+    machine = f"{num_ranks} x {of['gpu']}" if "gpu" in of else f"{of['cpu']}, {of['num_cores']} cores"
     source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
     return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])

@@ -68,9 +68,9 @@ def train(
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
     from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.traffic import check_trace_path, write_trace
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize
-    from fusco.train.trace import check_trace_path, write_trace
     from fusco.train.world import joined_by_torchrun
 
     if record_trace:

@@ -62,7 +62,7 @@ def _notes(records: Sequence[RunRecord]) -> list[str]:
     one = records[0]
     notes = [
         f"medians of the steps after the first {one.num_warm_ups}; a step is the slowest rank's; dispatch and combine "
-        "are those of all layers, means over ranks, waiting for others included",
+        "are those of all layers, means over ranks, waiting for others included"
     ]
     if len(records) == 2:
         notes.append(f"losses of the two, step by step: at most {records[1].max_loss_difference:.6f} nats apart")

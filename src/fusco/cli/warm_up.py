@@ -69,11 +69,14 @@ def warm_up(
 def _check_supported(architectures: Sequence[str]) -> None:
     from cuda.bindings import nvrtc
 
-    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    from fusco.core.requirements import LEAST_CAPABILITY
+
+    _, of_nvrtc = nvrtc.nvrtcGetSupportedArchs()
+    numbers = [number for number in of_nvrtc if divmod(number, 10) >= LEAST_CAPABILITY]
     for name in architectures:
         if int(name[3:].rstrip(ascii_lowercase)) not in numbers:
             known = ", ".join(f"sm_{number}" for number in numbers)
-            raise ValueError(f"--arch {name!r} is none that this NVRTC compiles for: {known}")
+            raise ValueError(f"--arch {name!r} is none that fusco's kernels and this NVRTC have: {known}")
 
 
 def _visible() -> list[str]:

@@ -21,6 +21,10 @@ from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportErr
 
 _Connected = TypeVar("_Connected")
 
+# Module state: each rank reports which of its process's communicators it is in, so that an error can say that ranks
+# call the verbs of two communicators in different orders.
+_STATUS_SERVERS: set[StatusServer] = set()
+
 
 @dataclass(frozen=True)
 class Connections:
@@ -101,7 +105,7 @@ def _start_status_server(
     with ExitStack() as undo:
         status_server, error = None, ""
         try:
-            status_server = StatusServer(secret, listen_on)
+            status_server = StatusServer(secret, listen_on, _STATUS_SERVERS)
             undo.callback(status_server.close)
         except OSError as failure:
             error = f"cannot listen on {listen_on}: {reason_of(failure)}"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusco.control.atomics import load_acquire_at
-from fusco.control.machine_calls import call_at, libc_address, yield_address
+from fusco.control.machine_calls import NUM_YIELD_WORDS, call_at, libc_address, yield_since, yield_words
 from fusco.core.compiled import compiled
 
 Counters = npt.NDArray[np.int64]  # (num_counters, 2): the address of each, and the value that it should reach
@@ -22,8 +22,8 @@ _NUM_SPINS = 100  # looks while the rank only yields its core, 60 us if nothing 
 _MAX_SLEEP_NS = 4_000_000  # in one call
 _FIRST_PAUSE_NS, _MAX_PAUSE_NS = 20_000, 500_000
 
-# Words of a wait: the address of ppoll and of sched_yield, a pause as seconds and nanoseconds, and one of no time.
-_PPOLL, _YIELD, _PAUSE, _PAUSE_NS, _NO_TIME, _NUM_WORDS = 0, 1, 2, 3, 4, 6
+# Words of a wait: the address of ppoll, a pause as seconds and nanoseconds, one of no time, and those of a yield.
+_PPOLL, _PAUSE, _PAUSE_NS, _NO_TIME, _YIELD = 0, 1, 2, 3, 5
 
 
 def no_counters() -> Counters:
@@ -45,8 +45,8 @@ class CounterWait:
     """Waits of one rank; pauses grow until ``restart`` is called."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(_NUM_WORDS, np.int64)
-        self._words[:2] = libc_address("ppoll"), yield_address()
+        self._words = np.zeros(_YIELD + NUM_YIELD_WORDS, np.int64)
+        self._words[_PPOLL], self._words[_YIELD:] = libc_address("ppoll"), yield_words()
         self.restart()
 
     def restart(self) -> None:
@@ -56,7 +56,8 @@ class CounterWait:
     def spin(self, counters: Counters, sockets: list[int], *, is_any: bool) -> None:
         """Yield the core until the counters have the values, with ``is_any`` one of them, or a socket is ready.
 
-        It yields shortly at most. ``sockets`` are of ``readable`` and ``writable``.
+        It yields shortly at most, some 20 ms on a core that others need. ``sockets`` are of ``readable`` and
+        ``writable``.
         """
         _spin(counters, is_any, np.array(sockets, np.int64), self._words)
 
@@ -75,13 +76,16 @@ def _have_come(counters: Any, is_any: Any) -> bool:
 
 @compiled(nogil=True)
 def _spin(counters: Any, is_any: Any, sockets: Any, words: Any) -> None:
+    since_ns = 0
     for _ in range(_NUM_SPINS):
         if _have_come(counters, is_any):
             return
         no_time = words[_NO_TIME:].ctypes.data
         if len(sockets) and call_at(words[_PPOLL], sockets.ctypes.data, len(sockets), no_time, 0, 0, 0) > 0:
             return
-        call_at(words[_YIELD], 0, 0, 0, 0, 0, 0)
+        since_ns = yield_since(words[_YIELD:], since_ns)
+        if since_ns < 0:
+            return
 
 
 @compiled(nogil=True)

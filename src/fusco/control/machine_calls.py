@@ -10,7 +10,13 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from fusco.control.atomics import load_acquire_at
+from fusco.core.compiled import compiled
+
 NUM_ARGUMENTS = 6  # that ``call_at`` passes
+NUM_YIELD_WORDS = 4
+_CLOCK_MONOTONIC = 1
+_MAX_SPIN_NS = 20_000_000  # as the watchdog's time between looks for ranks that are gone
 
 
 @intrinsic
@@ -42,6 +48,22 @@ def libc_address(name: str) -> int:
     return address_of(getattr(ctypes.CDLL(None), name))
 
 
-def yield_address() -> int:
-    """Return the address of ``sched_yield``, which lets other threads run on this core; it takes 0.3 us."""
-    return libc_address("sched_yield")
+def yield_words() -> list[int]:
+    """Return the words of ``yield_since``: addresses of functions, and room for a time."""
+    return [libc_address("sched_yield"), libc_address("clock_gettime"), 0, 0]
+
+
+@compiled(nogil=True)
+def yield_since(words: Any, since_ns: Any) -> Any:
+    """Let other threads run on this core, which takes 0.3 us without any, and milliseconds on a core that others need.
+
+    ``since_ns`` is what this returned before, at first 0. Returns -1 when a spin should end, after 20 ms: until then
+    its thread does not look for ranks that are gone.
+    """
+    call_at(words[0], 0, 0, 0, 0, 0, 0)  # type: ignore[call-arg]
+    time = words[2:].ctypes.data
+    call_at(words[1], _CLOCK_MONOTONIC, time, 0, 0, 0, 0)
+    now_ns = load_acquire_at(time) * 1_000_000_000 + load_acquire_at(time + 8)
+    if since_ns == 0:
+        return now_ns
+    return since_ns if now_ns - since_ns < _MAX_SPIN_NS else -1

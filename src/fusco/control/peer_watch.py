@@ -15,6 +15,21 @@ _GRACE_AFTER_DEPARTURE_S = 1.0
 _ENDING_S = 1.0  # longer than the thread needs, unless it is sending a report
 
 
+class Grace:
+    """Time that ranks have for their last calls once one has left, as that one has completed its own; of one thread."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog, self._departed_since = watchdog, 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """True if no rank has left, or the first a second ago, as far as this was asked."""
+        if not self._watchdog.has_departed_rank:
+            return True
+        self._departed_since = self._departed_since or time.monotonic()
+        return time.monotonic() - self._departed_since > _GRACE_AFTER_DEPARTURE_S
+
+
 class PeerWatch:
     """Examines all ranks every 20 ms once it is started, and calls a function as soon as one is gone.
 
@@ -40,14 +55,9 @@ class PeerWatch:
             self._thread.join(_ENDING_S)
 
     def _run(self) -> None:
-        departed_since = 0.0
+        watchdog, grace = self._watchdog, Grace(self._watchdog)
         while not self._is_over.wait(_INTERVAL_S):
-            if self._watchdog.has_departed_rank:
-                departed_since = departed_since or time.monotonic()
-                is_lost = time.monotonic() - departed_since > _GRACE_AFTER_DEPARTURE_S
-            else:
-                is_lost = self._watchdog.has_failed_rank
-            if is_lost:
+            if grace.is_over and (watchdog.has_departed_rank or watchdog.has_failed_rank):
                 self._on_loss()
-                self._watchdog.report_the_dead()
+                watchdog.report_the_dead()
                 return

@@ -11,7 +11,7 @@ import numpy as np
 from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.layout import NUM_COMPARED_INTS, RECORD_HEADER_INTS
-from fusco.control.machine_calls import call_at, libc_address, yield_address
+from fusco.control.machine_calls import NUM_YIELD_WORDS, call_at, libc_address, yield_since, yield_words
 from fusco.control.node_memory import NodeMemory
 from fusco.core.compiled import compiled
 
@@ -27,7 +27,8 @@ _SOCKET_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # connection, the address of their record, and the flag that it is here; the flags of all nodes; for each rank of the
 # node the base of its segment; for each rank the address of its record, and its counts; then this rank's record.
 _NUM_RANKS, _NUM_LOCAL, _NUM_COUNTS, _NUM_CONDITIONS, _NUM_PEERS, _NUM_NODES, _OWN_BASE, _OWN_RECORD = range(8)
-_DONE_FLAG, _RECORD_FLAG, _RECORD_BYTES, _YIELD, _SEND, _RECEIVE, _NUM_WORDS = range(8, 15)
+_DONE_FLAG, _RECORD_FLAG, _RECORD_BYTES, _SEND, _RECEIVE, _YIELD = range(8, 14)
+_NUM_WORDS = _YIELD + NUM_YIELD_WORDS
 _CONDITION_WORDS = _PEER_WORDS = 3
 
 
@@ -42,14 +43,14 @@ class Condition(NamedTuple):
 @compiled(nogil=True)
 def _wait_for(words: Any, first: int, offset: int, value: int) -> bool:
     """Return whether the int64 at an offset from each of the node's segments reaches a value within the limit."""
-    polls = 0
+    polls, since_ns = 0, 0
     for i in range(words[_NUM_LOCAL]):
         while load_acquire_at(words[first + i] + offset) < value:
             polls += 1
             if polls % _POLLS_PER_YIELD == 0:
-                if polls == _POLLS_PER_YIELD * _MAX_YIELDS:
+                since_ns = yield_since(words[_YIELD:], since_ns)
+                if since_ns < 0 or polls == _POLLS_PER_YIELD * _MAX_YIELDS:
                     return False
-                call_at(words[_YIELD], 0, 0, 0, 0, 0, 0)
     return True
 
 
@@ -103,13 +104,15 @@ def _publish(words: Any, progress: Any, number: int, handle: int) -> int:
 @compiled(nogil=True)
 def _have_arrived(words: Any, progress: Any, number: int, flags: int) -> bool:
     """Return whether all records of a collective arrive, and this rank's is sent, within the limit."""
-    rounds = 0
+    rounds, since_ns = 0, 0
     while not _move(words, progress, number):
         rounds += 1
         if rounds == _MAX_ROUNDS:
             return False
         if rounds % _ROUNDS_PER_YIELD == 0:
-            call_at(words[_YIELD], 0, 0, 0, 0, 0, 0)
+            since_ns = yield_since(words[_YIELD:], since_ns)
+            if since_ns < 0:
+                return False
     for node in range(words[_NUM_NODES]):
         if not _wait_for(words, flags + words[_NUM_NODES], words[flags + node], number):
             return False
@@ -169,7 +172,7 @@ class RepeatedRecord:
         bases, records = memory.addresses
         words = [len(records), len(bases), len(own), len(conditions), len(remotes), len(nodes)]
         words += [bases[memory.local], records[memory.rank], 8 * layout.done_flag, 8 * layout.record_flag(memory.node)]
-        words += [layout.record_bytes, yield_address(), libc_address("send"), libc_address("recv")]
+        words += [layout.record_bytes, libc_address("send"), libc_address("recv"), *yield_words()]
         words += [word for condition in conditions for word in condition]
         for node in remotes:
             peer = memory.counterpart(node)

@@ -23,12 +23,16 @@ _MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a line
 
 @dataclass(frozen=True)
 class Status:
-    """Progress of a rank: its latest collective by number and name, the phase (``""`` outside) and its duration."""
+    """Progress of a rank: its latest collective by number and name, the phase (``""`` outside) and its duration.
+
+    ``elsewhere`` is the collective of another communicator that the rank is in, if it is outside those of this one.
+    """
 
     collective: int
     operation: str
     phase: str
     seconds: float
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,19 @@ class FailureReport:
 class StatusServer:
     """Reports this rank's status to other ranks, and sends them questions and reports."""
 
-    def __init__(self, secret: str, host: str) -> None:
-        """Start the thread; raises ``OSError`` if this process cannot listen on ``host``."""
+    def __init__(self, secret: str, host: str, siblings: set[StatusServer] | None = None) -> None:
+        """Start the thread; raises ``OSError`` if this process cannot listen on ``host``.
+
+        ``siblings`` are the open servers of this process's communicators, which this one joins.
+        """
         self._secret = secret.encode()
         self._doing = (0, "", "", time.monotonic())
         self.failure_report: FailureReport | None = None
         self.departures: dict[int, str] = {}  # ranks that have left, and why
         self._server = LineServer(host, self._answer_line)
         self.address = (host, self._server.port)
+        self._siblings = set() if siblings is None else siblings
+        self._siblings.add(self)
 
     def note(self, collective: int, operation: str, phase: str) -> float:
         """Set this rank's status, and return the time; called at every change of phase, so it must be cheap."""
@@ -81,7 +90,9 @@ class StatusServer:
     def status(self) -> Status:
         """The status that this rank reports now."""
         collective, operation, phase, since = self._doing
-        return Status(collective, operation, phase, time.monotonic() - since)
+        doing = [] if phase else [each._doing for each in tuple(self._siblings)]  # noqa: SLF001  of this class
+        elsewhere = next((name for _, name, its_phase, _ in doing if its_phase), "")
+        return Status(collective, operation, phase, time.monotonic() - since, elsewhere)
 
     def ask(self, addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Status | NoAnswer | Unasked]:
         """Ask ranks for their status, all at once, within ``timeout_s`` seconds."""
@@ -99,6 +110,7 @@ class StatusServer:
 
     def close(self) -> None:
         """Stop listening."""
+        self._siblings.discard(self)
         self._server.close()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

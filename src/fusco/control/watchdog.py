@@ -230,7 +230,7 @@ class Watchdog:
         """Ask all ranks for their status, decide which are at fault, report them to all ranks, and raise."""
         statuses = self.query_all_ranks(stall, symptom)
         late = [rank for rank, status in statuses.items() if status.collective < self._collective]
-        blamed = tuple(late or [rank for rank in stall.on_ranks if rank in self._peers])
+        blamed = tuple(sorted(late or {rank for rank in stall.on_ranks if rank in self._peers}))
         doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
         if not blamed:
             doing = f"rank {self._rank}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"
@@ -363,6 +363,9 @@ class Watchdog:
 def _describe_status(status: Status | None) -> str:
     if status is None:
         return "could not be asked for its status, as this process has no descriptor or memory left"
+    last = f"for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
+    if status.elsewhere:
+        return f"is in {status.elsewhere} of another communicator, and has been outside any call of this one {last}"
     if not status.phase:
-        return f"has been outside any fusco call for {status.seconds:.1f} s (last call: {status.operation or 'none'})"
+        return f"has been outside any fusco call {last}"
     return f"is in {status.operation}, phase '{status.phase}', for {status.seconds:.1f} s"

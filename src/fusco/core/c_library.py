@@ -38,12 +38,7 @@ def load_c_library(source: Path) -> ctypes.CDLL:
 def compile_c(name: str, sources: Sequence[Path], flags: Sequence[str] = (), folder: CacheFolder | None = None) -> Path:
     """Return C sources as a shared library; compile them first if the cache has none of these sources and flags.
 
-    Args:
-        name: of the library; its file has a digest as well.
-        sources: may include headers of their folders.
-        flags: for the compiler, after those of every library.
-        folder: the cache; by default ``find_cache_folder()``.
-
+    Sources may include headers of their folders. ``flags`` are for the compiler, after those of every library.
     Raises ``CompileError`` without a C compiler or a folder that can be written, and with the compiler's message.
     """
     folder = folder or find_cache_folder()

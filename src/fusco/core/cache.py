@@ -38,15 +38,16 @@ class CacheFolder:
         """Write a file atomically, so that no process sees a part of it; return why it could not be, empty if it is."""
         if self.used is None:
             return self.problem
+        path = self.used / file
         try:
-            self.used.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.used, delete=False) as temporary_file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary_file:
                 temporary = Path(temporary_file.name)
                 try:
                     temporary_file.write(content)
                     temporary_file.flush()
                     temporary.chmod(0o644)  # other users of the folder may read it
-                    temporary.replace(self.used / file)
+                    temporary.replace(path)
                 except BaseException:
                     temporary.unlink(missing_ok=True)
                     raise

@@ -6,17 +6,19 @@ calls. Without a writable folder it raises while a module is imported.
 
 from __future__ import annotations
 
-import os
+import hashlib
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _Cache, _CacheLocator
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
 from fusco.core.announcements import SlowWork
 from fusco.core.cache import CacheFolder, find_cache_folder
@@ -38,33 +40,36 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 class _KernelCache(_Cache):
-    """Cache that numba queries before it compiles a function, and writes afterwards."""
+    """Cache that numba queries before it compiles a function, and writes afterwards: a file for each signature."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     @cached_property
-    def _caches(self) -> list[FunctionCache]:
-        """Caches to read, in this order; the last one is written. Empty if there is no folder."""
-        try:
-            return [_cache_in(folder / "cpu", self._function) for folder in cpu_cache_folder().readable]
-        except (OSError, SyntaxError, RuntimeError) as error:
-            warnings.warn(f"{self._function.__name__} is compiled in every process anew: {error}", stacklevel=2)
-            return []
-
-    @property
     def cache_path(self) -> str | None:
-        return self._caches[-1].cache_path if self._caches else None
+        """Folder of the function's files in that of all kernels, a new one for other sources; ``None`` if unknown."""
+        file, module = self._function.__code__.co_filename, self._function.__module__
+        package = sys.modules[module.split(".")[0]].__file__
+        try:
+            return f"cpu/{module}-{digest_of_sources(Path(file), Path(package or file).parent)}"
+        except (OSError, SyntaxError) as error:
+            warnings.warn(f"{self._function.__name__} is compiled in every process anew: {error}", stacklevel=2)
+            return None
+
+    def _file(self, sig: Any, codegen: Any) -> str:
+        """Return the file of a signature, for this machine and these versions of numba and Python."""
+        made_for = f"{sig} {codegen.magic_tuple()} {numba.__version__} {sys.implementation.cache_tag}"
+        code, digest = self._function.__code__, hashlib.sha256(made_for.encode()).hexdigest()[:16]
+        return f"{self.cache_path}/{code.co_name}-{code.co_firstlineno}.{digest}.nbc"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a function from the first cache that has it; one whose file cannot be read is compiled again."""
-        for cache in self._caches:
-            try:
-                found = cache.load_overload(sig, target_context)
-            except Exception:  # noqa: BLE001, S112  a truncated or foreign file: pickle may raise any error
-                continue
-            if found is not None:
-                return found
+        """Return a function that has been kept; one whose file cannot be read is compiled again."""
+        target_context.refresh()
+        try:
+            if self.cache_path and (path := cpu_cache_folder().find(self._file(sig, target_context.codegen()))):
+                return CompileResult._rebuild(target_context, *pickle.loads(path.read_bytes()))  # noqa: S301, SLF001
+        except Exception:  # noqa: BLE001, S110  a truncated or foreign file: pickle may raise any error
+            pass
         _compiling().begin()
         return None
 
@@ -73,62 +78,15 @@ class _KernelCache(_Cache):
         _compiling().end()
         folder = cpu_cache_folder()
         folder.warn()
-        if folder.used is None or not self._caches:
-            return
-        cache = self._caches[-1]
-        try:
-            try:
-                cache.save_overload(sig, data)
-            except Exception:  # noqa: BLE001  a truncated index: pickle may raise any error
-                cache.flush()
-                cache.save_overload(sig, data)
-        except OSError as error:
-            CacheFolder(folder.used, None, error.strerror or str(error)).warn()
+        assert not data.library.has_dynamic_globals, f"{self._function.__name__} has addresses of this process"
+        if self.cache_path and folder.used is not None:
+            problem = folder.keep(self._file(sig, data.codegen), dumps(data._reduce()))  # noqa: SLF001
+            CacheFolder(folder.used, None, problem).warn()
 
     def enable(self) -> None:
         """Do nothing: it is always enabled."""
 
-    def disable(self) -> None:
-        """Do nothing: it is always enabled."""
-
-    def flush(self) -> None:
-        for cache in self._caches:
-            cache.flush()
-
-
-class _Locator(_CacheLocator):
-    """Gives numba's cache a folder whose name changes with the sources."""
-
-    def __init__(self, root: Path, function: Callable[..., Any]) -> None:
-        code, module = function.__code__, function.__module__
-        self._py_file, self._line = code.co_filename, code.co_firstlineno
-        package = sys.modules[module.split(".")[0]].__file__
-        self._digest = digest_of_sources(Path(self._py_file), Path(package or self._py_file).parent)
-        self._path = root / f"{module}-{self._digest}"
-
-    def get_cache_path(self) -> str:
-        return str(self._path)
-
-    def get_source_stamp(self) -> str:
-        return self._digest
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-    def ensure_cache_path(self) -> None:
-        os.makedirs(self._path, exist_ok=True)
-
-
-def _cache_in(root: Path, function: Callable[..., Any]) -> FunctionCache:
-    locator = _Locator(root, function)
-
-    class Impl(CompileResultCacheImpl):
-        _locator_classes: ClassVar[Any] = [SimpleNamespace(from_function=lambda *_: locator)]  # type: ignore[misc]
-
-    class Cache(FunctionCache):
-        _impl_class = Impl
-
-    return Cache(function)
+    disable = flush = enable
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 LEAST_VERSIONS = {"torch": "2.7", "numba": "0.61", "numpy": "1.26"}  # as in pyproject.toml; a test compares
+LEAST_CAPABILITY = (8, 0)  # of a GPU; the kernels use instructions that older ones lack
 LEAST_OF_FSDP = {"torch": "2.11", "transformers": "5.9"}
 
 

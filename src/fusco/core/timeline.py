@@ -7,22 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
-
-
-class TimingEvent(Protocol):
-    """Event in a stream, such as ``torch.cuda.Event(enable_timing=True)``."""
-
-    def record(self, stream: Any = None) -> None:
-        """Record the event in a stream; ``None`` means the current one."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the stream has reached the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to another; the stream has reached both."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +40,11 @@ class Timeline:
     [Span(lane='network', name='slice 0', begin_us=1000.0, duration_us=1000.0)]
     """
 
-    def __init__(self, new_event: Callable[[], TimingEvent] | None = None) -> None:
-        """Make an empty timeline; ``new_event`` makes a timing event, by default a CUDA one."""
+    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
+        """Make an empty timeline; ``new_event`` makes a timing event, by default a ``torch.cuda.Event``."""
         self._new_event = new_event or _cuda_event
-        self._origin: TimingEvent | None = None
-        self._marks: list[tuple[str, str, TimingEvent, TimingEvent]] = []
+        self._origin: Any = None
+        self._marks: list[tuple[str, str, Any, Any]] = []
 
     def begin(self, stream: Any = None) -> None:
         """Record the origin of all times on a stream, and discard earlier spans.
@@ -163,8 +150,7 @@ def _labels(rank: int, lane_to_thread: Mapping[str, int]) -> list[dict[str, Any]
     return labels
 
 
-def _cuda_event() -> TimingEvent:
+def _cuda_event() -> Any:
     import torch  # noqa: PLC0415  only this function needs it
 
-    event: TimingEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

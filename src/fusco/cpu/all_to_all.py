@@ -9,7 +9,7 @@ sender, but for a few MiB.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,13 @@ class Staging:
 
     def __init__(self, memories: Sequence[ByteMemory], num_regions: int) -> None:
         """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
-        self._memories = list(memories)
-        none = np.empty(0, np.uint8)
-        self._arrays = [none if isinstance(memory, SegmentMemory) else memory.numpy() for memory in memories]
+        self._tensors = [None if isinstance(memory, SegmentMemory) else memory for memory in memories]
+        self._segments = [
+            memory
+            if isinstance(memory, SegmentMemory)
+            else SegmentMemory(np.array([memory.data_ptr()]), np.array([memory.nbytes]), memory)
+            for memory in memories
+        ]
         self._filled = [0] * num_regions
 
     def is_there(self, message: FlowSlice) -> bool:
@@ -45,32 +49,22 @@ class Staging:
     def in_place(self, message: FlowSlice) -> torch.Tensor | None:
         """Return the memory of a message if it is one span of a tensor; else ``None``."""
         span = message.spans[0]
-        memory = self._memories[span.memory]
-        if len(message.spans) > 1 or isinstance(memory, SegmentMemory):
-            return None
-        return memory[span.offset : span.end]
+        tensor = self._tensors[span.memory]
+        return None if len(message.spans) > 1 or tensor is None else tensor[span.offset : span.end]
 
     def gather(self, message: FlowSlice, slot: torch.Tensor) -> None:
         """Copy a message to the first bytes of a slot."""
-        target, begin = slot.numpy(), 0
+        target = slot.data_ptr()
         for span in message.spans:
-            memory = self._memories[span.memory]
-            if isinstance(memory, SegmentMemory):
-                memory.read(span.offset, span.num_bytes, slot.data_ptr() + begin)
-            else:
-                target[begin : begin + span.num_bytes] = self._arrays[span.memory][span.offset : span.end]
-            begin += span.num_bytes
+            self._segments[span.memory].read(span.offset, span.num_bytes, target)
+            target += span.num_bytes
 
     def scatter(self, slot: torch.Tensor, message: FlowSlice) -> None:
         """Copy a message from the first bytes of a slot to its spans; call ``mark_filled`` afterwards."""
-        source, begin = slot.numpy(), 0
+        source = slot.data_ptr()
         for span in message.spans:
-            memory = self._memories[span.memory]
-            if isinstance(memory, SegmentMemory):
-                memory.write(span.offset, span.num_bytes, slot.data_ptr() + begin)
-            else:
-                self._arrays[span.memory][span.offset : span.end] = source[begin : begin + span.num_bytes]
-            begin += span.num_bytes
+            self._segments[span.memory].write(span.offset, span.num_bytes, source)
+            source += span.num_bytes
 
     def mark_filled(self, message: FlowSlice) -> None:
         """Record that the bytes of a message are in their spans."""
@@ -79,81 +73,82 @@ class Staging:
                 self._filled[span.region] = span.end
 
 
-class MessageQueue:
-    """Messages of a list of flows, in order."""
+class _FlowTask:
+    """Messages of a list of flows, in order, and the memories that they are read from or written to."""
 
-    def __init__(self, flows: Sequence[Flow], slice_bytes: int) -> None:
-        self.peers = tuple(dict.fromkeys(flow.peer for flow in flows))
-        self.num_messages = sum(-(-flow.total_bytes // slice_bytes) for flow in flows)
-        self.num_taken = 0
+    phase: ClassVar[str]
+
+    def __init__(self, flows: Sequence[Flow], staging: Staging, slice_bytes: int) -> None:
+        self._staging = staging
+        self._peers = tuple(dict.fromkeys(flow.peer for flow in flows))
+        self._num_messages = sum(-(-flow.total_bytes // slice_bytes) for flow in flows)
+        self._num_taken = 0
         self._messages: Iterator[FlowSlice] = (message for flow in flows for message in cut_flow(flow, slice_bytes))
-        self.next = next(self._messages, None)
+        self._next = next(self._messages, None)
 
-    def take(self) -> None:
-        """Remove the next message."""
-        self.num_taken += 1
-        self.next = next(self._messages, None)
+    def _take(self) -> None:
+        self._num_taken += 1
+        self._next = next(self._messages, None)
+
+    def stall(self) -> Stall:
+        return Stall(self.phase, self._peers, f"{self._num_messages} messages", f"{self._num_taken}")
 
 
-class SendWithin:
+class SendWithin(_FlowTask):
     """Task that copies messages for another rank of the node into the ring between the two."""
 
+    phase = "sending within the node"
+
     def __init__(self, flows: Sequence[Flow], staging: Staging, ring: RingOut, slice_bytes: int) -> None:
-        self._message_queue, self._staging, self._ring = MessageQueue(flows, slice_bytes), staging, ring
+        super().__init__(flows, staging, slice_bytes)
+        self._ring = ring
 
     def step(self) -> bool:
         """Copy one message, if it has arrived here and the ring has room."""
-        message = self._message_queue.next
+        message = self._next
         if message is None or not self._staging.is_there(message) or (slot := self._ring.slot()) is None:
             return False
         self._staging.gather(message, slot)
-        self._ring.commit(message.num_bytes)
-        self._message_queue.take()
+        self._ring.commit(message.num_bytes, message.peer)
+        self._take()
         return True
 
     @property
     def is_done(self) -> bool:
-        """True if the other rank has everything."""
-        return self._message_queue.next is None and self._ring.is_drained
-
-    def stall(self) -> Stall:
-        """Describe the wait for the other rank to take messages, or for the bytes to send."""
-        return _stall("sending within the node", self._message_queue)
+        return self._next is None and self._ring.is_drained
 
 
-class ReceiveWithin:
+class ReceiveWithin(_FlowTask):
     """Task that takes messages of another rank of the node from the ring between the two."""
+
+    phase = "receiving within the node"
 
     def __init__(
         self, flows: Sequence[Flow], staging: Staging, ring: RingIn, slice_bytes: int, profile: CallProfile
     ) -> None:
-        self._message_queue, self._staging, self._ring = MessageQueue(flows, slice_bytes), staging, ring
-        self._profile = profile
+        super().__init__(flows, staging, slice_bytes)
+        self._ring, self._profile = ring, profile
 
     def step(self) -> bool:
-        """Take one message, if it has arrived."""
-        message = self._message_queue.next
+        message = self._next
         if message is None or (slot := self._ring.message()) is None:
             return False
         self._staging.scatter(slot, message)
         self._staging.mark_filled(message)
         self._ring.release()
         self._profile.intranode_row_bytes += message.num_bytes
-        self._message_queue.take()
+        self._take()
         return True
 
     @property
     def is_done(self) -> bool:
-        """True if everything has arrived."""
-        return self._message_queue.next is None
-
-    def stall(self) -> Stall:
-        """Describe the wait for the other rank to send."""
-        return _stall("receiving within the node", self._message_queue)
+        return self._next is None
 
 
-class SendAcross:
+class SendAcross(_FlowTask):
     """Task that sends the stages to other nodes, without a copy if a message is contiguous in memory."""
+
+    phase = "sending stages"
 
     def __init__(
         self,
@@ -164,15 +159,14 @@ class SendAcross:
         profile: CallProfile,
     ) -> None:
         """``slots`` limit the number of messages that are on the network at once."""
-        self._message_queue, self._staging = MessageQueue(flows, len(slots[0])), staging
-        self._transport, self._profile = transport, profile
-        self._free = list(slots)
+        super().__init__(flows, staging, len(slots[0]))
+        self._transport, self._profile, self._free = transport, profile, list(slots)
         self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
 
     def step(self) -> bool:
         """Send one message, if it has arrived here and a slot is free."""
         has_freed = self._reap()
-        message = self._message_queue.next
+        message = self._next
         if message is None or not self._free or not self._staging.is_there(message):
             return has_freed
         slot = self._free.pop()
@@ -182,7 +176,7 @@ class SendAcross:
             bytes_ = slot[: message.num_bytes]
         self._in_flight.append((self._transport.send(bytes_, message.peer), slot))
         self._profile.internode_row_bytes += message.num_bytes
-        self._message_queue.take()
+        self._take()
         return True
 
     def _reap(self) -> bool:
@@ -196,12 +190,7 @@ class SendAcross:
 
     @property
     def is_done(self) -> bool:
-        """True if every message has been sent."""
-        return self._message_queue.next is None and not self._in_flight
-
-    def stall(self) -> Stall:
-        """Describe the wait for other nodes to take messages, or for the bytes to send."""
-        return _stall("sending stages", self._message_queue)
+        return self._next is None and not self._in_flight
 
 
 class _PostedReceive(NamedTuple):
@@ -211,15 +200,17 @@ class _PostedReceive(NamedTuple):
     is_in_slot: bool
 
 
-class ReceiveAcross:
+class ReceiveAcross(_FlowTask):
     """Task that receives the stages from other nodes, without a copy if a message is contiguous in memory."""
+
+    phase = "receiving stages"
 
     def __init__(
         self, flows: Sequence[Flow], staging: Staging, transport: Transport, slots: Sequence[torch.Tensor]
     ) -> None:
         """``slots`` limit the number of receives that are posted at once."""
-        self._message_queue, self._staging, self._transport = MessageQueue(flows, len(slots[0])), staging, transport
-        self._free = list(slots)
+        super().__init__(flows, staging, len(slots[0]))
+        self._transport, self._free = transport, list(slots)
         self._posted: list[_PostedReceive] = []
         self._post()
 
@@ -243,22 +234,20 @@ class ReceiveAcross:
         return has_received
 
     def _post(self) -> None:
-        while self._free and (message := self._message_queue.next) is not None:
+        while self._free and (message := self._next) is not None:
             slot, place = self._free.pop(), self._staging.in_place(message)
             ticket = self._transport.receive(slot[: message.num_bytes] if place is None else place, message.peer)
             self._posted.append(_PostedReceive(ticket, message, slot, place is None))
-            self._message_queue.take()
+            self._take()
 
     @property
     def is_done(self) -> bool:
-        """True if everything has arrived."""
-        return self._message_queue.next is None and not self._posted
+        return self._next is None and not self._posted
 
     def stall(self) -> Stall:
-        """Describe the wait for other nodes to send."""
         peers = tuple(dict.fromkeys(receive.message.peer for receive in self._posted))
-        num_received = self._message_queue.num_taken - len(self._posted)
-        return Stall("receiving stages", peers, f"{self._message_queue.num_messages} messages", f"{num_received}")
+        num_received = self._num_taken - len(self._posted)
+        return Stall(self.phase, peers, f"{self._num_messages} messages", f"{num_received}")
 
 
 class CopyOwn:
@@ -274,7 +263,6 @@ class CopyOwn:
         self._num_copied, self._slice_bytes = 0, slice_bytes
 
     def step(self) -> bool:
-        """Copy one slice."""
         piece = slice(self._num_copied, self._num_copied + self._slice_bytes)
         self._target[piece].copy_(self._source[piece])
         self._num_copied += self._slice_bytes
@@ -282,7 +270,6 @@ class CopyOwn:
 
     @property
     def is_done(self) -> bool:
-        """True if all is copied."""
         return self._num_copied >= len(self._source)
 
     def stall(self) -> Stall:
@@ -300,13 +287,8 @@ def make_tasks(
 ) -> list[Task]:
     """Make all tasks of a rank.
 
-    Args:
-        rank_schedule: the flows of the rank.
-        memories: with the sizes and in the order of the rank schedule.
-        memory: shared memory of the node, for its rings.
-        transport: connections to other nodes.
-        private: the rank's slots outside shared memory (``CpuLayout.num_private_slots``).
-        profile: counts the bytes.
+    ``memories`` have the sizes and the order of the rank schedule. ``private`` are the rank's slots outside shared
+    memory (``CpuLayout.num_private_slots``).
     """
     depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
     staging = Staging(memories, rank_schedule.num_regions)
@@ -323,7 +305,3 @@ def make_tasks(
     if isinstance(memories[INPUT], SegmentMemory):
         return tasks
     return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
-
-
-def _stall(phase: str, message_queue: MessageQueue) -> Stall:
-    return Stall(phase, message_queue.peers, f"{message_queue.num_messages} messages", f"{message_queue.num_taken}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fusco.core.segments import Segments
-from fusco.cpu.channel import RingIn, RingOut, SendRing, TcpIn, TcpOut
+from fusco.cpu.channel import RingIn, RingOut, SendRing, TcpIn
 from fusco.cpu.kernels.copy_segments import copy_segments
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.transport import Transport
@@ -32,11 +32,8 @@ class CpuSegmentChannels:
         return tasks + [self._incoming(segments, src) for src, segments in in_turn(rank, receive)]
 
     def _outgoing(self, segments: Segments, dst: int) -> SegmentSender:
-        channel: Outgoing = (
-            RingOut(self._memory, self._memory.ranks.index(dst))
-            if dst in self._memory.ranks
-            else TcpOut(self._send_ring, dst)
-        )
+        ranks = self._memory.ranks
+        channel: Outgoing = RingOut(self._memory, ranks.index(dst)) if dst in ranks else self._send_ring
         return SegmentSender(segments, channel, dst, self._slice_bytes, copy_segments)
 
     def _incoming(self, segments: Segments, src: int) -> SegmentReceiver:

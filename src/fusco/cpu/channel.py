@@ -30,7 +30,7 @@ class RingOut:
             return None
         return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
 
-    def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
+    def commit(self, num_bytes: int, dst: int) -> None:  # noqa: ARG002  the consumer knows the size
         self.num_produced += 1
         self._memory.own.store(self._flag, self.num_produced)
 
@@ -68,7 +68,7 @@ class RingIn:
 
 
 class SendRing:
-    """Private slots for messages to other nodes, shared by all destinations; a slot is free once it is sent."""
+    """Sending end to all ranks of other nodes, which share its private slots; a slot is free once it is sent."""
 
     def __init__(self, transport: Transport, slots: list[torch.Tensor]) -> None:
         self._transport, self._slots = transport, slots
@@ -76,36 +76,16 @@ class SendRing:
         self._next = 0
 
     def slot(self) -> torch.Tensor | None:
-        """Return the next slot, uint8 (slot_bytes,), or ``None`` while its last message is still on the network."""
         ticket = self._tickets[self._next]
         return self._slots[self._next] if ticket is None or ticket.is_done else None
 
     def commit(self, num_bytes: int, dst: int) -> None:
-        """Send the first ``num_bytes`` of the slot."""
         self._tickets[self._next] = self._transport.send(self._slots[self._next][:num_bytes], dst)
         self._next = (self._next + 1) % len(self._slots)
 
     @property
     def is_drained(self) -> bool:
-        """True if all messages have been sent."""
         return all(ticket is None or ticket.is_done for ticket in self._tickets)
-
-
-class TcpOut:
-    """Sending end of a ``SendRing`` to one rank."""
-
-    def __init__(self, ring: SendRing, dst: int) -> None:
-        self._ring, self._dst = ring, dst
-
-    def slot(self) -> torch.Tensor | None:
-        return self._ring.slot()
-
-    def commit(self, num_bytes: int) -> None:
-        self._ring.commit(num_bytes, self._dst)
-
-    @property
-    def is_drained(self) -> bool:
-        return self._ring.is_drained
 
 
 class TcpIn:

@@ -70,7 +70,6 @@ class ProducePartialSums:
 
     @property
     def is_done(self) -> bool:
-        """True if everything is produced."""
         return not self._num_left
 
     def awaited(self) -> Counters:
@@ -87,7 +86,6 @@ class ProducePartialSums:
         return np.array(waiting, np.int64)
 
     def stall(self) -> Stall:
-        """Describe the wait for consumers to free slots."""
         todo = (end - first for first, end in self._chunks.local_to_chunks.tolist())
         waiting = {rank: num for rank, num in zip(self._memory.ranks, todo, strict=True) if num}
         waiting.pop(self._memory.rank, None)
@@ -124,7 +122,6 @@ class FoldSums:
         self._is_waiting = False  # for those
 
     def step(self) -> bool:
-        """Advance the current chunk as far as possible."""
         if self._num_done == len(self._chunks):
             return False
         chunk = self._chunks[self._num_done]
@@ -141,7 +138,6 @@ class FoldSums:
 
     @property
     def is_done(self) -> bool:
-        """True if every held row is summed and every forwarded one has been sent."""
         return self._num_done == len(self._chunks) and self._send_ring.is_drained
 
     def awaited(self) -> Counters:
@@ -155,7 +151,6 @@ class FoldSums:
         return self._missing.counters if self._missing else no_counters()
 
     def stall(self) -> Stall:
-        """Describe the wait for partial sums of a rank of the node, for rows of another node, or for the network."""
         expected = f"chunk {self._num_done + 1} of {len(self._chunks)}"
         if self._num_done == len(self._chunks):
             return Stall("sending sums", self._remote_sources(), "all slices taken", "some still being sent")

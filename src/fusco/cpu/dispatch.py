@@ -70,11 +70,9 @@ class SendRows:
 
     @property
     def is_done(self) -> bool:
-        """True if every slice has been sent."""
         return self._num_sent == len(self._todo) and self._ring.is_drained
 
     def stall(self) -> Stall:
-        """Describe the wait for forwarders to take slices."""
         forwarders = tuple(dict.fromkeys(forwarder for forwarder, _, _ in self._todo))
         return Stall("sending rows", forwarders, f"{len(self._todo)} slices taken", f"{self._num_sent} sent")
 
@@ -113,11 +111,9 @@ class ReceiveRows:
 
     @property
     def is_done(self) -> bool:
-        """True if every slice has arrived."""
         return all(ticket.is_done for tickets in self._tickets.values() for ticket in tickets)
 
     def stall(self) -> Stall:
-        """Describe the wait for sources to send."""
         missing = {src: len(tickets) - self.num_arrived(src) for src, tickets in self._tickets.items()}
         late = tuple(src for src, count in missing.items() if count)
         total = sum(map(len, self._tickets.values()))
@@ -136,15 +132,9 @@ class ScatterRows:
         attached: IntArray | None,
         profile: CallProfile,
     ) -> None:
-        """Make the task.
+        """``outputs`` are the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes).
 
-        Args:
-            plan: of the dispatch.
-            memory: of the node, with its pools.
-            collective: number of the collective.
-            outputs: the expert-major rows of each payload as bytes, uint8 (num_slots, payload_bytes).
-            attached: by rank of another node, the address of its rows, if they are attached to the records.
-            profile: counts the rows of other ranks.
+        ``attached`` has, by rank of another node, the address of its rows, if they are attached to the records.
         """
         row_bytes = sum(output.shape[1] for output in outputs)
         self._plan, self._memory, self._profile, self._row_bytes = plan, memory, profile, row_bytes
@@ -177,7 +167,6 @@ class ScatterRows:
 
     @property
     def is_done(self) -> bool:
-        """True if every slot is filled."""
         return not self._num_left
 
     def awaited(self) -> Counters:
@@ -188,7 +177,6 @@ class ScatterRows:
         return np.stack((sources.flag[left], sources.before[left] + next_step), axis=1)
 
     def stall(self) -> Stall:
-        """Describe the wait for rows in the pools of this node."""
         num_left = self._rows[:, SourceRows._fields.index("num_rows")] - self._num_done
         runs, own = self._plan.rank_lanes.incoming, np.array(self._memory.ranks)
         waited_for = np.stack([np.append(own, column) for column in (runs.src, runs.carrier, runs.forwarder)], axis=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -30,19 +30,20 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.copy_segments import SegmentMemory
+from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.plan import CpuPlan, make_plan
+from fusco.cpu.plan import CpuPlan
 from fusco.cpu.rail_transport import RailMesh, RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
 from fusco.cpu.tcp_transport import TcpTransport
 from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
+from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -54,7 +55,7 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.byte_stream import run_stream
 from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
@@ -109,7 +110,6 @@ class CpuEngine:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Every call returns when its work is complete."""
         return False
 
     def pending_error(self) -> Exception | None:
@@ -169,15 +169,19 @@ class CpuEngine:
             routing = exchange.exchange(
                 call.sequence_number, request.routing, forwarding, num_tokens_to_node, call.profile
             )
-        return make_plan(
-            rank=self._rank,
-            placement=request.placement,
+        rank, placement = self._rank, request.placement
+        locals_ = self._topology.locals_of(self._memory.node)
+        static_rows = request.static.num_rows if request.static else None
+        pairs = plan_pairs(routing, placement, rank, locals_, request.expert_alignment, static_rows)
+        return CpuPlan(
+            rank=rank,
+            placement=placement,
             lanes=lanes,
             forwarding=forwarding,
             routing=routing,
-            expert_alignment=request.expert_alignment,
-            static_rows=request.static.num_rows if request.static else None,
+            distribution=pairs.distribution,
             sending_stages=stages,
+            pairs=pairs,
         )
 
     def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
@@ -247,8 +251,6 @@ class CpuEngine:
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
-        sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
-
         def run(counts: Sequence[Sequence[int]]) -> None:
             with call.profile.spend("planning"):
                 slot_bytes = self._layout.slot_bytes
@@ -257,11 +259,11 @@ class CpuEngine:
                 if rank_schedule is None:
                     self._run(self._streams().tasks(request.send, request.receive))
                     return
-                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                ends = list(map(SegmentMemory.of, request.of_others(self._rank)))
                 tasks = self._schedule_tasks(rank_schedule, ends, call)
                 self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
 
-        return Pending(sizes.pack(), run)
+        return Pending(request.counts(self._topology.world_size), run)
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
@@ -276,38 +278,21 @@ class CpuEngine:
                 self._run(self._schedule_tasks(rank_schedule, request.memories, call))
             return request
 
-        return Pending(sizes_of(request).pack(), run)
+        return Pending(request.counts, run)
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
-        streams = self._streams()
-        with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
-            self._run(streams.tasks({dst: segments}, {}))
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        run_stream(self._streams(), name, send, receive, self._run)
 
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        streams = self._streams()
-        with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
-            self._run(streams.tasks({}, {src: segments}))
+    def _is_over(self) -> None:
+        """Every call has ended when it returns, nothing is launched, and a rank at its end needs no peer."""
 
-    def wait(self) -> None:
-        """Nothing is asynchronous."""
+    wait = synchronize = stop_watching = finish = abort = _is_over
 
-    def synchronize(self) -> None:
-        """Nothing is asynchronous."""
-
-    def stop_watching(self) -> None:
-        """Only waits of the host look for other ranks."""
-
-    def finish(self) -> None:
-        """A rank that has reached the end needs nothing more from its peers."""
+    def record(self, timeline: Timeline | NoTimeline) -> None:
+        """``profile`` has the times."""
 
     def has_finished(self) -> bool:
         return True
-
-    def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Nothing is launched; ``profile`` has the times."""
-
-    def abort(self) -> None:
-        """There are no device-side waits."""
 
     def close(self) -> None:
         self._resources.close()

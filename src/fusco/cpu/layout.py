@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from fusco.control.layout import ControlLayout, SegmentSizes, align
-from fusco.core.config import Capacity, EngineConfig, RankLinks, Settings
+from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
-from fusco.core.topology import Topology
 from fusco.planner.rank_links import most_crossing_rows
 
-_SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
+SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 _MAX_ATTACHED_BYTES = 128 << 10  # from a rank to all other nodes: 0.1 ms on the loopback device
 
 
-@dataclass(frozen=True)
-class CpuLayout:
+class CpuLayout(EngineConfig):
     """Offsets in bytes from the start of a rank's segment, the same on every rank; ``control`` comes first.
 
     A *region* contains the routing of one node: region 0 of this rank's tokens, region ``1 + i`` of the tokens of the
     i-th other node that its counterpart there sends. The pool has this rank's tokens, then rows that cross between
     nodes: in a dispatch those that it forwards, in a combine the sums of those that it carries.
     """
-
-    topology: Topology
-    capacity: Capacity
-    settings: Settings
-    rank_links: RankLinks | None = None
 
     @classmethod
     def of(cls, config: EngineConfig) -> CpuLayout:
@@ -48,14 +40,14 @@ class CpuLayout:
         """
         capacity = self.capacity
         rows = capacity.max_tokens_per_rank * capacity.max_row_bytes
-        num_bytes = align(rows + capacity.max_tokens_per_rank * capacity.num_topk * 12)  # ids, and weights at most
+        num_bytes = align(rows + self._max_pairs * 12)  # ids, and weights at most
         num_sent = num_bytes * (self.topology.num_nodes - 1)
         return num_bytes if rows <= self.slot_bytes and 0 < num_sent <= _MAX_ATTACHED_BYTES else 0
 
     @cached_property
     def slot_bytes(self) -> int:
         """Size of a ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
-        return align(max(self.settings.slice_bytes or _SLICE_BYTES, 2 * self.capacity.max_row_bytes))
+        return align(max(self.settings.slice_bytes or SLICE_BYTES, 2 * self.capacity.max_row_bytes))
 
     def rows_per_slot(self, row_bytes: int) -> int:
         """Return the rows per slice: as many as fit into a slot. Sender and receiver cut by it."""
@@ -77,32 +69,21 @@ class CpuLayout:
     # Sections.
 
     @cached_property
-    def _ids_region_bytes(self) -> int:
-        return align(4 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
-
-    @cached_property
-    def _weights_region_bytes(self) -> int:
-        return align(8 * self.capacity.max_tokens_per_rank * self.capacity.num_topk)
-
-    @cached_property
-    def _starts(self) -> tuple[int, int, int]:
-        """Offsets of ids, weights and pool."""
-        num_nodes, ids = self.topology.num_nodes, self.control.num_bytes
-        weights = ids + num_nodes * self._ids_region_bytes
-        return ids, weights, weights + num_nodes * self._weights_region_bytes
+    def _max_pairs(self) -> int:
+        return self.capacity.max_tokens_per_rank * self.capacity.num_topk
 
     def ids_offset(self, region: int) -> int:
         """Offset of expert ids, int32 (num_tokens, num_topk)."""
-        return self._starts[0] + region * self._ids_region_bytes
+        return self.control.num_bytes + region * align(4 * self._max_pairs)
 
     def weights_offset(self, region: int) -> int:
         """Offset of weights, at most eight bytes each, (num_tokens, num_topk)."""
-        return self._starts[1] + region * self._weights_region_bytes
+        return self.ids_offset(self.topology.num_nodes) + region * align(8 * self._max_pairs)
 
-    @property
+    @cached_property
     def pool_offset(self) -> int:
         """Offset of the pool, which begins with this rank's packed rows."""
-        return self._starts[2]
+        return self.weights_offset(self.topology.num_nodes)
 
     @cached_property
     def crossing_offset(self) -> int:

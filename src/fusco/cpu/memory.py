@@ -30,19 +30,12 @@ class CpuMemory:
         arrival_flags = [layout.arrival_flag(rank) for rank in range(topology.world_size)]
         self.arrival_flags = np.array([[base + 8 * flag for flag in arrival_flags] for base in self.addresses])
         # Addresses of the ids and weights of each rank's tokens on this node: its counterpart here receives them.
-        where = [
-            (self.addresses[local], self._region(node)) for local, node in zip(self.locals, self.nodes, strict=True)
-        ]
-        self.src_to_ids = np.array([base + layout.ids_offset(region) for base, region in where])
-        self.src_to_weights = np.array([base + layout.weights_offset(region) for base, region in where])
+        where = [(self.addresses[local], node) for local, node in zip(self.locals, self.nodes, strict=True)]
+        self.src_to_ids = np.array([base + layout.ids_offset(self._region(node)) for base, node in where])
+        self.src_to_weights = np.array([base + layout.weights_offset(self._region(node)) for base, node in where])
         self.are_remote = self.nodes != self.node
         # Addresses of what each rank of another node attached to its record.
-        self.src_to_attachment = np.array(
-            [
-                self.addresses[local] + layout.control.attachment_offset(node)
-                for local, node in zip(self.locals, self.nodes, strict=True)
-            ]
-        )
+        self.src_to_attachment = np.array([base + layout.control.attachment_offset(node) for base, node in where])
         outgoing = [self._ring(self.local, consumer) for consumer in range(len(self.ranks))]
         incoming = [self._ring(producer, self.local) for producer in range(len(self.ranks))]
         depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes
@@ -53,9 +46,6 @@ class CpuMemory:
     def own(self) -> Flags:
         """Flags that this rank may write."""
         return self.flags[self.local]
-
-    def counterpart(self, node: int) -> int:
-        return self.control.counterpart(node)
 
     def ids(self, local: int, node: int, num_tokens: int, num_topk: int) -> torch.Tensor:
         """Return the expert ids of tokens from ``node`` that a local rank published, int32 (num_tokens, num_topk)."""

@@ -8,14 +8,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fusco.core.lanes import Lanes
-from fusco.core.placement import ExpertPlacement
-from fusco.cpu.kernels.plan_pairs import PlannedPairs, plan_pairs
+from fusco.cpu.kernels.plan_pairs import PlannedPairs
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.dispatch_plan import DispatchPlan
-from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
-from fusco.planner.sending import SendingStage
 
 # Messages of the busiest rank, and most of them in the memory of one. With 13 MB for each rank and 62.5 MB/s, slices of
 # 1 MiB took 1.27 of the bound for a dispatch, of 256 KiB 1.18 (docs/performance/network.md).
@@ -66,33 +62,3 @@ class CpuPlan(DispatchPlan):
         incoming[:, 3] = incoming[:, 2] + runs.num_rows
         own[:, 0], own[:, 1], own[:, 2], own[:, 3] = locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1]
         return held[np.argsort(held[:, 0], kind="stable")]
-
-
-def make_plan(
-    *,
-    rank: int,
-    placement: ExpertPlacement,
-    lanes: Lanes,
-    forwarding: NodeForwarding,
-    routing: NodeRouting,
-    expert_alignment: int,
-    static_rows: int | None,
-    sending_stages: tuple[SendingStage, ...],
-) -> CpuPlan:
-    """Make the plan of a rank from its forwarding, its node's routing and the lanes; see ``DispatchPlan``.
-
-    Each expert's block is rounded up to ``expert_alignment`` rows. The expert-major output has ``static_rows`` rows,
-    with ``None`` as many as needed. Slices are sent in the order of ``sending_stages``; if empty, to all nodes in turn.
-    """
-    locals_ = lanes.topology.locals_of(lanes.topology.rank_to_node[rank])
-    pairs = plan_pairs(routing, placement, rank, locals_, expert_alignment, static_rows)
-    return CpuPlan(
-        rank=rank,
-        placement=placement,
-        lanes=lanes,
-        forwarding=forwarding,
-        routing=routing,
-        distribution=pairs.distribution,
-        sending_stages=sending_stages,
-        pairs=pairs,
-    )

@@ -46,15 +46,10 @@ class RoutingExchange:
     ) -> NodeRouting:
         """Return the routing of every token that this node needs; all ranks have published theirs.
 
-        Args:
-            collective: number of the collective.
-            routing: this rank's routing; weights in the dtype in which they are sent.
-            forwarding: this rank's tokens for each node.
-            num_tokens_to_node: ``[r][n]``, tokens of rank ``r`` that node ``n`` needs; all tokens if ``r`` is on it.
-            profile: counts the metadata bytes.
+        ``routing`` and ``forwarding`` are this rank's; weights have the dtype in which they are sent. Rank ``r`` has
+        ``num_tokens_to_node[r][n]`` tokens that node ``n`` needs; all of its tokens if it is on that node.
         """
-        memory = self._memory
-        num_topk = routing.num_topk
+        memory, num_topk = self._memory, routing.num_topk
         weights_dtype = None if routing.topk_weights is None else routing.topk_weights.dtype
         tickets: list[Ticket] = []
         for node in self._remote_nodes:
@@ -83,7 +78,7 @@ class RoutingExchange:
         num_topk: int,
         weights_dtype: torch.dtype | None,
     ) -> list[Ticket]:
-        memory, src = self._memory, self._memory.counterpart(node)
+        memory, src = self._memory, self._memory.control.counterpart(node)
         num_tokens = num_tokens_to_node[src][memory.node]
 
         def announce() -> None:
@@ -96,25 +91,19 @@ class RoutingExchange:
         if weights_dtype is None:
             return [self._transport.receive(ids, src, announce)]
         weights = memory.weights(memory.local, node, (num_tokens, num_topk), weights_dtype)
-        return [
-            self._transport.receive(ids, src),
-            self._transport.receive(weights, src, announce),
-        ]
+        return [self._transport.receive(ids, src), self._transport.receive(weights, src, announce)]
 
     def _send_routing(self, node: int, routing: Routing, tokens: torch.Tensor) -> list[Ticket]:
         if not len(tokens) * routing.num_topk:
             return []
-        dst = self._memory.counterpart(node)
+        dst = self._memory.control.counterpart(node)
         messages = [routing.topk_idx.to(torch.int32)[tokens]]
         if routing.topk_weights is not None:
             messages.append(routing.topk_weights.detach()[tokens])
         return [self._transport.send(message, dst) for message in messages]
 
     def collect(
-        self,
-        num_tokens_to_node: Sequence[Sequence[int]],
-        routing: Routing,
-        attachments: Attachments | None = None,
+        self, num_tokens_to_node: Sequence[Sequence[int]], routing: Routing, attachments: Attachments | None = None
     ) -> NodeRouting:
         """Return the routing of every token that this node needs, which is here; arguments as in ``exchange``."""
         memory, num_topk = self._memory, routing.num_topk
@@ -133,7 +122,7 @@ class RoutingExchange:
         return NodeRouting(ids, weights, firsts)
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
-        counterparts = tuple(self._memory.counterpart(node) for node in self._remote_nodes)
+        counterparts = tuple(self._memory.control.counterpart(node) for node in self._remote_nodes)
         self._watchdog.wait_until(
             lambda: all(ticket.is_done for ticket in tickets),
             lambda: Stall(

@@ -34,7 +34,7 @@ class DeviceRingOut:
             return None
         return self._arena.ring_slot(self._arena.local, self._consumer, self._num_filled)
 
-    def commit(self, num_bytes: int) -> None:  # noqa: ARG002  the consumer knows the size
+    def commit(self, num_bytes: int, dst: int) -> None:  # noqa: ARG002  the consumer knows the size
         self._num_filled += 1
         self._copies.append(_event_after_copy())
 

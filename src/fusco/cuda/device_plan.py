@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import torch
 
+from fusco.core.errors import TransportError
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
 from fusco.cuda.kernels.plan import PlannedRows, PlanTensors
 
+SEVERAL_STREAMS = -1  # the handle of no stream
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
 
@@ -52,6 +54,18 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def capture_number() -> int:
+    """Return a number of the capture that the current stream is in, of no other in this process; 0 if it is in none."""
+    if not is_capturing():
+        return 0
+    from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
+
+    result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(torch.cuda.current_stream().cuda_stream))
+    if int(result):
+        raise TransportError(f"the capture of a CUDA graph could not be identified: {result.name}")
+    return int(number)
+
+
 @dataclass(kw_only=True)
 class DevicePlan(PlannedRows):
     """See ``fusco.engine.base.Plan``."""
@@ -61,8 +75,8 @@ class DevicePlan(PlannedRows):
     num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
-    stream: int = 0  # handle of the stream that it was made on; 0 if that is not known
-    is_captured: bool = False  # made by a CUDA graph
+    stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``
+    capture: int = 0  # number of the capture of the CUDA graph that makes it; 0 if none does
     _by_slot: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # made so far
 
     @property
@@ -133,15 +147,16 @@ class DevicePlan(PlannedRows):
     def kept(self, made: dict[_Key, _Made], key: _Key, make: Callable[[], _Made]) -> _Made:
         """Return what was made of the plan, or make it, and keep it where it stays valid.
 
-        What a graph makes is in its own memory, and undefined before its first replay: of a plan made before, it is not
-        kept. And each replay changes a plan that a graph has made: nothing made of it is kept for calls outside.
+        What a graph makes is in its own memory, and as of its latest replay: of a plan made before, in another graph or
+        in none, it is not kept. And each replay changes a plan that a graph has made: nothing made of it is kept for
+        calls outside.
         """
-        if self.is_captured and not is_capturing():
+        if self.capture and self.capture != capture_number():
             return make()
         if key in made:
             return made[key]
         result = make()
-        if self.is_captured or not is_capturing():
+        if self.capture or not is_capturing():
             made[key] = result
         return result
 

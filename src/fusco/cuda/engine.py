@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.repeated_internode import RepeatedInternodeCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
-from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle, sizes_of
+from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,
@@ -54,7 +54,7 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import StreamSizes, stream_with
+from fusco.engine.byte_stream import run_stream
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.rank_links import lane_links
 from fusco.planner.routing import describe_invalid_id
@@ -236,7 +236,6 @@ class CudaEngine:
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
         """Return when everything has arrived."""
-        sizes = StreamSizes.of_segments(request.send, request.receive, self._topology.world_size)
 
         def run(counts: Sequence[Sequence[int]]) -> None:
             with call.profile.spend("planning"):
@@ -250,7 +249,7 @@ class CudaEngine:
                 arrival = Arrival(self._exchange_between_nodes(ends, rank_schedule, call, stream), rank_schedule)
                 self._run([arrival, *self._streams(stream).tasks(*request.of_rank(self._rank))])
 
-        return Pending(sizes.pack(), run)
+        return Pending(request.counts(self._topology.world_size), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         """Keep the order of the caller's stream; on one node the host waits for the copies."""
@@ -266,7 +265,7 @@ class CudaEngine:
                     self._exchange_within_node(request, call, stream)
             return request
 
-        return Pending(sizes_of(request).pack(), run)
+        return Pending(request.counts, run)
 
     def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
         send = _by_peer(request.input, request.send_rows)
@@ -287,19 +286,10 @@ class CudaEngine:
             rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
             return rounds.run(call.profile)
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Return when everything has arrived."""
-        with self._order.on_stream(Launch()) as stream:
-            streams = self._streams(stream)
-            with stream_with(streams, dst, f"gather_send to rank {dst}", segments, self._run):
-                self._run(streams.tasks({dst: segments}, {}))
-
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        """Return when everything has arrived."""
-        with self._order.on_stream(Launch()) as stream:
-            streams = self._streams(stream)
-            with stream_with(streams, src, f"scatter_recv from rank {src}", segments, self._run):
-                self._run(streams.tasks({}, {src: segments}))
+        with self._order.on_stream(Launch()) as cuda_stream:
+            run_stream(self._streams(cuda_stream), name, send, receive, self._run)
 
     def wait(self) -> None:
         self._order.wait()

@@ -1,9 +1,9 @@
 """NCCL send and receive on a dedicated stream, with a watchdog thread that aborts NCCL on timeout.
 
 An NCCL kernel waits for its peer without a limit, and so does all later work on its stream. The watchdog thread gives
-up when no message has completed within the time limit, when a rank has died or left, or when NCCL reports an error. It
-aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises. Messages that were
-captured in a CUDA graph are watched as long as the communicator lives.
+up when no message has completed within the time limit, when a rank has died, a second after one has left, or when NCCL
+reports an error. It aborts NCCL, so that streams continue, and keeps the stall for the error that the next call raises.
+Messages that were captured in a CUDA graph are watched as long as the communicator lives.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.peer_watch import Grace
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
@@ -240,9 +241,10 @@ class NcclWatchdog:
             self._give_up(Stall("watching the network", (), "its state", seen))
 
     def _poll(self) -> None:
+        grace = Grace(self._watchdog)
         while not self._is_closed.wait(_POLL_INTERVAL_S):
             # Before looking at what is done: a rank may have left because its messages are.
-            is_failed = self._watchdog.has_failed_rank or bool(self._nccl.failure)
+            is_failed = (grace.is_over and self._watchdog.has_failed_rank) or bool(self._nccl.failure)
             while self._in_flight and self._in_flight[0].is_done():
                 if let_go := self._in_flight.popleft().let_go:
                     let_go()

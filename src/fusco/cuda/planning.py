@@ -11,7 +11,7 @@ import torch
 from fusco.core.errors import RejectedInputError, Stall
 from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
-from fusco.cuda.device_plan import DevicePlan, is_capturing
+from fusco.cuda.device_plan import DevicePlan, capture_number
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.kernels.abi import Memory, ticket_after
 from fusco.cuda.kernels.launcher import PreparedLaunch
@@ -61,7 +61,7 @@ class DevicePlanner:
             num_slots=static.num_rows if static else 0,
             tables=PlanTensors.of(shape, self._arena.device),
             stream=stream.cuda_stream,
-            is_captured=is_capturing(),
+            capture=capture_number(),
         )
 
     def launch(

@@ -11,7 +11,7 @@ import torch
 
 from fusco.control.threads import limit_now
 from fusco.core.config import Launch
-from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.device_plan import SEVERAL_STREAMS, DevicePlan
 
 _POLL_INTERVAL_S = 1e-3
 _Result = TypeVar("_Result")
@@ -68,6 +68,7 @@ class StreamOrder:
         if held is not None and held.stream != stream.cuda_stream:
             for tensor in held.tensors:
                 tensor.record_stream(stream)
+            held.stream = SEVERAL_STREAMS  # what the plan keeps of this call is memory of this stream
         is_captured = self._is_captured()
         if stream is not self.latest and stream != self.latest:
             if self.latest is not None and not is_captured:

@@ -8,17 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fusco.core.errors import MismatchError
 from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.engine.base import AllToAllRequest, ShuffleRequest
-from fusco.engine.byte_stream import StreamSizes, check_sizes
 from fusco.schedule.cost import Links, schedule_for
 from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule
-
-
-def sizes_of(request: AllToAllRequest) -> StreamSizes:
-    """Return the sizes that a rank publishes, in rows."""
-    return StreamSizes(tuple(request.send_rows), tuple(request.receive_rows))
 
 
 def plan_all_to_all(
@@ -26,12 +21,10 @@ def plan_all_to_all(
 ) -> RankSchedule:
     """Return this rank's part of the schedule, which is the same on all ranks.
 
-    ``counts`` are the packed ``StreamSizes`` of all ranks. The mode is chosen by ``links``, unless the request names
-    one. Raises ``MismatchError`` on all ranks if any rank expects another size than its peer sends.
+    ``counts`` are those of all ranks' requests. The mode is chosen by ``links``, unless the request names one. Raises
+    ``MismatchError`` on all ranks if any rank expects another size than its peer sends.
     """
-    sizes = list(map(StreamSizes.unpack, counts))
-    check_sizes(sizes, "all_to_all", "rows")
-    rank_rows = np.array([of_rank.send for of_rank in sizes], dtype=np.int64)
+    rank_rows = _sent_sizes(counts, "all_to_all", "rows")
     schedule = schedule_for(rank_rows * request.row_bytes, topology, links, request.mode)
     return make_rank_schedule(schedule, rank)
 
@@ -49,13 +42,24 @@ def plan_shuffle(
     The shuffle is an all-to-all whose input and output are ``request.of_others``; what a rank has for itself needs no
     schedule. ``counts``, ``links`` and errors are those of ``plan_all_to_all``.
     """
-    sizes = list(map(StreamSizes.unpack, counts))
-    check_sizes(sizes, "shuffle")
-    rank_bytes = np.array([of_rank.send for of_rank in sizes], np.int64)
+    rank_bytes = _sent_sizes(counts, "shuffle", "bytes")
     if not (request.has_lanes and are_lanes_worth_it(rank_bytes, topology, slice_bytes, links.lane_links)):
         return None
     np.fill_diagonal(rank_bytes, 0)
     return make_rank_schedule(schedule_for(rank_bytes, topology, links), rank)
+
+
+def _sent_sizes(counts: Sequence[Sequence[int]], verb: str, unit: str) -> IntArray:
+    """Return what each rank sends to each other; raise ``MismatchError`` unless that is what the other expects."""
+    table = np.array(counts, np.int64)
+    sent, expected = table[:, : len(table)], table[:, len(table) :].T
+    differing = [
+        f"rank {src} sends {sent[src, dst]} {unit} to rank {dst}, which expects {expected[src, dst]}"
+        for src, dst in np.argwhere(sent != expected)
+    ]
+    if differing:
+        raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
+    return sent
 
 
 def are_lanes_worth_it(

@@ -209,13 +209,18 @@ class CombineAllRequest(Request, Generic[PlanT]):
 class ShuffleRequest(Request):
     """Exchange of segments: ``send[r]`` goes to rank ``r``, ``receive[r]`` comes from it; missing ranks have none.
 
-    Its fingerprint has no fields: sizes are compared as counts. With ``has_lanes``, the same on all ranks, ranks of a
+    Its fingerprint has no fields, as ``counts`` are compared. With ``has_lanes``, the same on all ranks, ranks of a
     node may send for each other.
     """
 
     send: Mapping[int, Segments]
     receive: Mapping[int, Segments]
     has_lanes: bool
+
+    def counts(self, world_size: int) -> list[int]:
+        """Return the bytes sent to each rank, then those received from each."""
+        ranks = range(world_size)
+        return [part[rank].total_bytes if rank in part else 0 for part in (self.send, self.receive) for rank in ranks]
 
     def of_rank(self, rank: int) -> list[dict[int, Segments]]:
         """Return what is sent to a rank, and what is received from it."""
@@ -236,6 +241,11 @@ class AllToAllRequest(Request):
     receive_rows: Sequence[int]  # number of rows from each rank
     mode: ScheduleMode | None = None  # mode of the schedule between nodes; ``None`` lets the engine choose
     requires_grad: bool = False  # whether gradients will be sent back, by another all-to-all
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows sent to each rank, then those received from each."""
+        return [*self.send_rows, *self.receive_rows]
 
     @property
     def row_bytes(self) -> int:
@@ -315,11 +325,8 @@ class Engine(Protocol[PlanT]):
         The result is the request with its output filled.
         """
 
-    def gather_send(self, segments: Segments, dst: int) -> None:
-        """Send segments to one rank, which calls ``scatter_recv``; not a collective."""
-
-    def scatter_recv(self, segments: Segments, src: int) -> None:
-        """Receive into segments from one rank, which calls ``gather_send``; not a collective."""
+    def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+        """Send segments to one rank, or receive segments from one; not a collective. ``name`` is for errors."""
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""

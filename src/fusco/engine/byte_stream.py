@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -17,17 +15,17 @@ Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 class Outgoing(Protocol):
-    """Sending end of a channel. ``slot`` returns room for a message or ``None``; ``commit`` sends its first bytes."""
+    """Sending end of a channel to one rank, or to several."""
 
     def slot(self) -> torch.Tensor | None:
         """Return a free slot for the next message, uint8 (slot_bytes,), or ``None`` if all are in use."""
 
-    def commit(self, num_bytes: int) -> None:
-        """Send the first ``num_bytes`` of the slot."""
+    def commit(self, num_bytes: int, dst: int) -> None:
+        """Send the first ``num_bytes`` of the slot to rank ``dst``."""
 
     @property
     def is_drained(self) -> bool:
-        """True if the peer has everything."""
+        """True if everything has been taken, or has left this rank."""
 
 
 class Incoming(Protocol):
@@ -44,64 +42,59 @@ class Incoming(Protocol):
         """True if the peer has seen every release."""
 
 
-class SegmentSender:
+ChannelT = TypeVar("ChannelT")
+
+
+class _SegmentTask(Generic[ChannelT]):
+    """Slices of segments that are sent to a rank, or received from it, one after the other."""
+
+    def __init__(self, segments: Segments, channel: ChannelT, peer: int, slice_bytes: int, copy: Copy) -> None:
+        self._channel, self._peer, self._copy = channel, peer, copy
+        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
+        self._num_done, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
+
+
+class SegmentSender(_SegmentTask[Outgoing]):
     """Task that gathers segments slice by slice into a channel."""
 
-    def __init__(self, segments: Segments, channel: Outgoing, dst: int, slice_bytes: int, copy: Copy) -> None:
-        self._channel, self._dst, self._copy = channel, dst, copy
-        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
-        self._num_sent, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
-
     def step(self) -> bool:
-        """Gather one slice if a slot is free."""
-        slot = self._channel.slot() if self._num_sent < self._num_slices else None
+        slot = self._channel.slot() if self._num_done < self._num_slices else None
         if slot is None:
             return False
         piece = next(self._slices)
         self._copy(self._memory, piece.offset_bytes, slot, piece.packed_offset_bytes, piece.num_bytes)
-        self._channel.commit(piece.total_bytes)
-        self._num_sent += 1
+        self._channel.commit(piece.total_bytes, self._peer)
+        self._num_done += 1
         return True
 
     @property
     def is_done(self) -> bool:
-        """True if the peer has everything."""
-        return self._num_sent == self._num_slices and self._channel.is_drained
+        return self._num_done == self._num_slices and self._channel.is_drained
 
     def stall(self) -> Stall:
-        """Describe the wait for the peer to take slices."""
-        return Stall(
-            "gathering and sending", (self._dst,), f"{self._num_slices} slices taken", f"{self._num_sent} sent"
-        )
+        expected, seen = f"{self._num_slices} slices taken", f"{self._num_done} sent"
+        return Stall("gathering and sending", (self._peer,), expected, seen)
 
 
-class SegmentReceiver:
+class SegmentReceiver(_SegmentTask[Incoming]):
     """Task that scatters slices from a channel to segments."""
 
-    def __init__(self, segments: Segments, channel: Incoming, src: int, slice_bytes: int, copy: Copy) -> None:
-        self._channel, self._src, self._copy = channel, src, copy
-        self._memory, self._slices = segments.memory, segments.slices(slice_bytes)
-        self._num_taken, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
-
     def step(self) -> bool:
-        """Scatter one slice if it has arrived."""
-        message = self._channel.message() if self._num_taken < self._num_slices else None
+        message = self._channel.message() if self._num_done < self._num_slices else None
         if message is None:
             return False
         piece = next(self._slices)
         self._copy(message, piece.packed_offset_bytes, self._memory, piece.offset_bytes, piece.num_bytes)
         self._channel.release()
-        self._num_taken += 1
+        self._num_done += 1
         return True
 
     @property
     def is_done(self) -> bool:
-        """True if every segment is filled."""
-        return self._num_taken == self._num_slices and self._channel.is_released
+        return self._num_done == self._num_slices and self._channel.is_released
 
     def stall(self) -> Stall:
-        """Describe the wait for slices of the peer."""
-        return Stall("receiving and scattering", (self._src,), f"{self._num_slices} slices", f"{self._num_taken}")
+        return Stall("receiving and scattering", (self._peer,), f"{self._num_slices} slices", f"{self._num_done}")
 
 
 class SegmentChannels(Protocol):
@@ -123,61 +116,25 @@ def in_turn(rank: int, partners: Mapping[int, Segments]) -> list[tuple[int, Segm
     return sorted(partners.items(), key=lambda entry: (entry[0] < rank, entry[0]))
 
 
-@dataclass(frozen=True)
-class StreamSizes:
-    """Sizes that a rank publishes: what it sends to each rank, and what it expects from each."""
+def run_stream(
+    streams: SegmentChannels,
+    name: str,
+    send: Mapping[int, Segments],
+    receive: Mapping[int, Segments],
+    run: Callable[[Sequence[Task]], None],
+) -> None:
+    """Send segments to one rank, or receive from one: both sides exchange their number of bytes first.
 
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-
-    @classmethod
-    def of_segments(cls, send: Mapping[int, Segments], receive: Mapping[int, Segments], world_size: int) -> StreamSizes:
-        """Make sizes in bytes; missing ranks have zero."""
-        sent, received = (
-            tuple(part[rank].total_bytes if rank in part else 0 for rank in range(world_size))
-            for part in (send, receive)
-        )
-        return cls(sent, received)
-
-    def pack(self) -> list[int]:
-        """Pack as counts."""
-        return [*self.send, *self.receive]
-
-    @classmethod
-    def unpack(cls, counts: Sequence[int]) -> StreamSizes:
-        """Unpack from counts."""
-        middle = len(counts) // 2
-        return cls(tuple(counts[:middle]), tuple(counts[middle:]))
-
-
-def check_sizes(sizes: Sequence[StreamSizes], verb: str, unit: str = "bytes") -> None:
-    """Raise ``MismatchError``, the same on all ranks, if any rank expects another size than its peer sends.
-
-    ``sizes[r]`` are the sizes of rank ``r``, in ``unit``.
+    ``run`` runs tasks, ``name`` is for the ``MismatchError`` that both raise if the numbers differ.
     """
-    ranks = range(len(sizes))
-    differing = [
-        f"rank {src} sends {sent} {unit} to rank {dst}, which expects {expected}"
-        for src in ranks
-        for dst in ranks
-        if (sent := sizes[src].send[dst]) != (expected := sizes[dst].receive[src])
-    ]
-    if differing:
-        raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
-
-
-@contextmanager
-def stream_with(
-    streams: SegmentChannels, peer: int, name: str, segments: Segments, run: Callable[[Sequence[Task]], None]
-) -> Iterator[None]:
-    """Open a stream to or from one rank: both sides exchange their number of bytes first; ``run`` runs tasks."""
+    ((peer, segments),) = (*send.items(), *receive.items())
     ours, theirs = int64_segment(segments.total_bytes, streams.device), int64_segment(0, streams.device)
     run(streams.tasks({peer: ours}, {peer: theirs}))
     if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
         raise MismatchError(
             f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
         )
-    yield
+    run(streams.tasks(send, receive))
 
 
 def int64_segment(value: int, device: torch.device) -> Segments:

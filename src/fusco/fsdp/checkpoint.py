@@ -67,9 +67,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         _load(path, state)
         parameters = parameters_named(model, unstarted)
         drop_state(optimizer, parameters)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
-        )
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **states, options=_OPTIONS)
         drop_state(optimizer, parameters)  # PyTorch has created empty states for them
     except Exception:
         if optimizer:

@@ -17,9 +17,7 @@ _Checked = TypeVar("_Checked")
 def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Checked:
     """Run a check and return its result on this rank; a collective of the default group.
 
-    Raises:
-        TypeError, ValueError: the error of the check on this rank; if it fails on other ranks only, ``ValueError``
-            naming one of them.
+    Raises the check's error on this rank; if it fails on other ranks only, ``ValueError`` naming one of them.
     """
     checked: _Checked | None = None
     error: Exception | None = None
@@ -61,10 +59,8 @@ def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
 def check_equal_weights(model: nn.Module, device_type: str) -> None:
     """Compare a sum of every parameter among all ranks of the default group; a collective.
 
-    Parameters on the meta device have no values; they must be on it on all ranks, and are skipped.
-
-    Raises:
-        ValueError: on all ranks, with the first parameter that differs.
+    Parameters on the meta device have no values; they must be on it on all ranks, and are skipped. Raises
+    ``ValueError`` on all ranks, with the first parameter that differs.
     """
     named = list(model.named_parameters())
     has_values = torch.tensor([not parameter.is_meta for _, parameter in named], dtype=torch.int64, device=device_type)

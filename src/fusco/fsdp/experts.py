@@ -167,9 +167,8 @@ def _experts_of(name: str, module: nn.Module, up_name: str) -> Experts:
                 f"{name}.{key} of shape {tuple(parameter.shape)} cannot be distributed with the {num_experts} experts "
                 f"of its module: only weights and biases of the projections can"
             )
-    return Experts(
-        name, module, num_experts, up_name, _is_transposed(name, module, stacks[up_name], stacks[_DOWN_NAME])
-    )
+    is_transposed = _is_transposed(name, module, stacks[up_name], stacks[_DOWN_NAME])
+    return Experts(name, module, num_experts, up_name, is_transposed)
 
 
 def _is_transposed(name: str, module: nn.Module, up: nn.Parameter, down: nn.Parameter) -> bool:

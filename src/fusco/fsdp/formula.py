@@ -34,9 +34,8 @@ def check_formulas(found: Sequence[Experts]) -> None:
     are left unchanged. The experts' random matrices overlap in memory, which takes little more than one of them.
     Modules that are equal in everything but their parameters' values are compared once.
 
-    Raises:
-        ValueError: for a module that computes something else, or cannot run, with the difference or error. A module
-            whose buffers are on the meta device cannot run: it is not compared, and a warning says so.
+    Raises ``ValueError`` for a module that computes something else, or cannot run, with the difference or error. A
+    module whose buffers are on the meta device cannot run: it is not compared, and a warning says so.
     """
     made: _Made = {}
     kind_to_experts = {_kind(experts.module): experts for experts in reversed(found)}

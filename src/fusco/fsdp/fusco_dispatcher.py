@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
+from fusco.api.create import refuse_creation
 from fusco.core.config import Launch, Settings, StaticRows
-from fusco.core.errors import ClosedError
+from fusco.core.errors import ClosedError, cleanup_after
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
@@ -77,6 +78,8 @@ class FuscoDispatcher:
             num_local_experts = num_experts // self._num_ranks
             rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
             return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
+        if x.dim() != 2 or topk_idx.dim() != 2:
+            self.refuse(f"x and topk_idx need two dimensions, got {list(x.shape)} and {list(topk_idx.shape)}")
         comm = self.communicator(num_experts, topk_idx.shape[1], x)
         sent = comm.dispatch(x, topk_idx, topk_weights, static=self.static, launch=self.launch)
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
@@ -89,6 +92,19 @@ class FuscoDispatcher:
             comm, handle = arrival.ticket
             combined = comm.combine(y, handle, launch=self.launch)
         return combined
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise ``ValueError`` for the arguments of a call; all other ranks raise ``RejectedInputError`` in it.
+
+        They do so at once in a call of the communicator made last, or in making the first one.
+        """
+        error = ValueError(reason)
+        if self._communicators:
+            with list(self._communicators.values())[-1].rejecting():
+                raise error
+        with cleanup_after(error, "the other ranks could not be notified"):
+            refuse_creation(self.group, (self._settings or Settings()).timeout_s, reason)
+        raise error
 
     def synchronize(self) -> None:
         """Wait until everything dispatched and combined has arrived; not a collective.

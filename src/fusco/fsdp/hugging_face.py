@@ -6,7 +6,7 @@ import importlib
 import json
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +50,7 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
             for name, values in source.read(files, model, targets).items():
                 _local_values(targets[name]).copy_(values)
                 missing.discard(name)
-    missing = _untied(missing, targets)
-    if missing:
+    if missing := _untied(missing, targets):
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
 
 
@@ -79,9 +78,8 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
             f"transformers has distributed this {original_class(type(model)).__name__} by its distributed_config and "
             f"writes it by itself: call model.save_pretrained(path) on all ranks"
         )
-    weights: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -116,8 +114,7 @@ def _check_names(path: Path, model: Any) -> None:
     with _Files(path) as files:
         for source in _sources(model, files.keys(), targets):
             missing -= source.names()
-    missing = _untied(missing, targets)
-    if missing:
+    if missing := _untied(missing, targets):
         raise ValueError(
             f"transformers would not find {len(missing)} weights of the model in what was written to {path}, such as "
             f"{min(missing)}: do not use it"
@@ -130,7 +127,7 @@ def _untied(missing: set[str], targets: dict[str, torch.Tensor]) -> set[str]:
     return {name for name in missing if id(targets[name]) not in present}
 
 
-class _Files:
+class _Files(AbstractContextManager["_Files"]):
     """The tensors of a folder, by name. Files are opened on first use and stay open, since each has a long index."""
 
     def __init__(self, path: Path) -> None:
@@ -156,9 +153,6 @@ class _Files:
         opened = self._open(self._key_to_file[key])
         tensor: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
         return tensor
-
-    def __enter__(self) -> _Files:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for opened in self._opened.values():
@@ -196,9 +190,9 @@ class _Source:
             _check_shape(self.name, target, files.shape(key))
             return {self.name: files.read(key, part)}
         # If files have a tensor per expert, only this rank's experts are read, and then stacked.
-        has_expert_tensors = self._stacks_experts() and all(
-            len(keys) == len(target) for keys in self.pattern_to_keys.values()
-        )
+        first = self.converter.operations[0]
+        stacks_experts = type(first).__name__ == "MergeModulelist" and first.dim == 0
+        has_expert_tensors = stacks_experts and all(len(keys) == len(target) for keys in self.pattern_to_keys.values())
         if has_expert_tensors and part[0].start == part[0].stop:
             return {self.name: _local_values(target)}  # this rank has none
         for pattern, keys in self.pattern_to_keys.items():
@@ -213,18 +207,14 @@ class _Source:
             name_to_part[name] = values[(slice(None), *part[1:]) if has_expert_tensors else part]
         return name_to_part
 
-    def _stacks_experts(self) -> bool:
-        first = self.converter.operations[0]
-        return type(first).__name__ == "MergeModulelist" and first.dim == 0
-
 
 def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Tensor]) -> list[_Source]:
     """Map the names in files to the model's, as transformers does."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     transforms = mapping.get_model_conversion_mapping(model)
-    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
-    renamings = [transform for transform in transforms if not isinstance(transform, loading.WeightConverter)]
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, loading.WeightConverter)]
     pattern_to_converter = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = model.base_model_prefix
     sources: dict[str, _Source] = {}

@@ -69,18 +69,10 @@ def dispatch(
     num_local_experts: int,
     dispatcher: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Send tokens to their experts.
+    """Send tokens to their experts; ``dispatcher`` is a key from ``register``, other arguments as of ``Dispatcher``.
 
-    Args:
-        x: (num_tokens, hidden); gradients flow to it.
-        topk_idx: int64 (num_tokens, num_topk).
-        topk_weights: (num_tokens, num_topk), for ``combine``, through which its gradients flow.
-        num_experts: of all ranks.
-        num_local_experts: of this rank.
-        dispatcher: from ``register``.
-
-    Returns:
-        Expert-major rows (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
+    Gradients flow to ``x``; those of ``topk_weights`` flow through ``combine``. Returns expert-major rows
+    (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
     """
     maker = _key_to_dispatcher[dispatcher]
     comm = maker.communicator(num_experts, topk_idx.shape[1], x)

@@ -50,13 +50,9 @@ def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramet
 def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
     """Return the names of parameters without state in a checkpoint, because they never had a gradient.
 
-    Args:
-        wanted: keys of this optimizer's flattened state, which are ``state.<parameter>.<what>`` and
-            ``param_groups.<parameter>.<what>``.
-        saved: the keys in the checkpoint.
-
-    Raises:
-        ValueError: if the checkpoint's optimizer was of another kind, or had other parameters.
+    ``wanted`` are the keys of this optimizer's flattened state, ``state.<parameter>.<what>`` and
+    ``param_groups.<parameter>.<what>``; ``saved`` those in the checkpoint. Raises ``ValueError`` if the checkpoint's
+    optimizer was of another kind, or had other parameters.
     """
     options, saved_options = _by_parameter(wanted, "param_groups"), _by_parameter(saved, "param_groups")
     for name, keys in options.items():

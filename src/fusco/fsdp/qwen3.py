@@ -13,8 +13,7 @@ from torch import nn
 class Qwen3Shape:
     """Sizes of a Qwen3-MoE whose blocks all have experts; the defaults are those of Qwen3-30B-A3B.
 
-    Raises:
-        ValueError: for sizes that do not fit together.
+    Raises ``ValueError`` for sizes that do not fit together.
     """
 
     num_layers: int = 48  # blocks
@@ -32,7 +31,7 @@ class Qwen3Shape:
             if size < 1:
                 raise ValueError(f"{name} must be positive, got {size}")
         if self.num_topk > self.num_experts:
-            raise ValueError(f"a token cannot have {self.num_topk} different ones of {self.num_experts} experts")
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {self.num_experts} experts")
 
     def num_parameters(self, num_experts: int) -> int:
         """Return the parameters of a model with ``num_experts`` of each layer's experts, without those of norms."""

@@ -100,15 +100,8 @@ def registered_as_experts_implementation(
     collective. Every rank of the group must have its block of consecutive experts: as ``DTensor`` parameters
     distributed on dimension 0, or as plain ones with that many experts. The caller reduces gradients.
 
-    Args:
-        group: ranks among which experts are distributed, such as ``EPMesh.ep_group``.
-        max_tokens_per_rank: as for ``FuscoDispatcher``.
-        name: of the implementation.
-        settings: of the communicators.
-        launch: as for ``FuscoDispatcher``; ``Launch()`` uses all multiprocessors, for models without FSDP.
-        static: as for ``FuscoDispatcher``: in exchange for memory, the host waits for no dispatch.
-        dispatcher: makes another dispatcher of a group, such as ``TorchDispatcher``; settings, launch and static are
-            unused then.
+    ``group`` are the ranks among which experts are distributed, such as ``EPMesh.ep_group``, and ``name`` is that of
+    the implementation. All other arguments are as for ``registered_with_transformers``.
 
     Raises:
         ImportError: if transformers is missing or has no such registry.

@@ -12,6 +12,12 @@ from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
 
 
+def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> None:
+    """Raise ``ValueError`` unless weights, if there are any, have the shape of the handle's routing."""
+    if topk_weights is not None and topk_weights.shape != shape:
+        raise ValueError(f"topk_weights has shape {tuple(topk_weights.shape)}, the handle's routing {tuple(shape)}")
+
+
 def dispatch_again(
     comm: Communicator,
     handle: Handle,

@@ -1,9 +1,11 @@
 """DeepEP's buffer (version 1, normal mode) on fusco: rows arrive by source rank, one for each token and rank.
 
 Contract: DeepEP v1.2.1, ``deep_ep/buffer.py`` (MIT licence), and its callers in Megatron-core, NeMo Automodel, vLLM and
-SGLang. Everything runs on the current stream: ``async_finish`` gives an event recorded after the call,
-``allocate_on_comm_stream`` has no effect. Nothing here has gradients: frameworks call it from their own autograd
-functions. Arguments that a docstring does not name are accepted and ignored: fusco has no such parts.
+SGLang. Everything runs on the current stream: ``previous_event`` is waited for first, ``async_finish`` gives an event
+recorded after the call, ``allocate_on_comm_stream`` has no effect. Of a ``config`` its ``num_sms`` counts. Everywhere
+``topk_idx`` is int64 (num_tokens, num_topk), -1 for no expert, ``topk_weights`` float32 of that shape, and the number
+of experts that of all ranks together. Nothing here has gradients: frameworks call it from their own autograd functions.
+Other arguments that a docstring does not name are accepted and ignored: fusco has no such parts.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _UNSUPPORTED = (
     "get_local_buffer_tensor",
 )
 _NO_BUFFER_BYTES = 1  # of size hints: callers make a new buffer if one wants more than theirs has
+_Rows = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,12 @@ class Buffer:
         use_fabric: bool = False,
         enable_shrink: bool = False,
     ) -> None:
-        """Nothing is allocated before the first call.
+        """Nothing is allocated before the first call, and then by the calls' own sizes.
 
         Args:
             group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
-            num_nvl_bytes: kept as an attribute; memory is allocated by the calls' own sizes.
-            num_rdma_bytes: kept as an attribute.
+            num_nvl_bytes, num_rdma_bytes, explicitly_destroy: kept as attributes; ``destroy`` always works.
             low_latency_mode: must be false.
-            explicitly_destroy: kept as an attribute; ``destroy`` always works.
             comm: an MPI communicator; not supported.
         """
         if low_latency_mode:
@@ -132,15 +133,8 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         """Count tokens; of this rank alone, without communication.
 
-        Args:
-            topk_idx: int64 (num_tokens, num_topk), -1 for no expert.
-            num_experts: of all ranks together.
-            previous_event: waited for first.
-            async_finish: whether the returned event is one to wait for.
-
-        Returns:
-            Tokens to each rank, int32 (num_ranks,); ``None``; tokens to each expert, int32 (num_experts,); which token
-            goes to which rank, bool (num_tokens, num_ranks); the event.
+        Returns tokens to each rank, int32 (num_ranks,); ``None``; tokens to each expert, int32 (num_experts,); which
+        token goes to which rank, bool (num_tokens, num_ranks); the event.
         """
         wait_for(previous_event)
         is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size).contiguous()
@@ -165,14 +159,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[
-        torch.Tensor | tuple[torch.Tensor, ...],
-        torch.Tensor | None,
-        torch.Tensor | None,
-        list[int],
-        tuple[Any, ...] | None,
-        EventOverlap,
-    ]:
+    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
         """Send each token once to every rank that has an expert for it; rows arrive by source rank, then token.
 
         Args:
@@ -180,14 +167,9 @@ class Buffer:
             handle: of an earlier dispatch: the same routing, without indices and weights.
             is_token_in_rank: bool (num_tokens, num_ranks).
             num_tokens_per_expert: int32 (num_experts,) of this rank; its length is the number of experts.
-            topk_idx: int64 (num_tokens, num_topk), -1 for no expert.
-            topk_weights: float32 (num_tokens, num_topk).
             expert_alignment: counts of the returned list are rounded up to a multiple of this.
             num_worst_tokens: a fixed number of rows, without a wait of the host; then the list is empty and the indices
                 behind the last row are -1.
-            config: for its ``num_sms``.
-            previous_event: waited for first.
-            async_finish: whether the returned event is one to wait for.
 
         Returns:
             Rows (num_rows, hidden), or rows and scales; local experts, int64 (num_rows, num_topk), -1 for those of
@@ -215,10 +197,8 @@ class Buffer:
                 raise ValueError(
                     f"num_tokens_per_expert has {num_experts} experts, not as many on all {self.group_size} ranks"
                 )
-            routing = (topk_idx, topk_weights, num_experts)
-        arrived, sent = self._rows.dispatch(
-            payloads, is_token_in_rank, routing, num_static_rows=num_worst_tokens, launch=launch
-        )
+            routing, static = (topk_idx, topk_weights, num_experts), num_worst_tokens
+        arrived, sent = self._rows.dispatch(payloads, is_token_in_rank, routing, num_static_rows=static, launch=launch)
         idx = weights = None
         if topk_idx is not None:
             idx = sent.local_idx()
@@ -246,9 +226,6 @@ class Buffer:
             handle: of the dispatch.
             topk_weights: float32 (num_rows, num_topk), added up for each token, too.
             bias: one or two tensors (num_tokens, hidden), added to the sums.
-            config: for its ``num_sms``.
-            previous_event: waited for first.
-            async_finish: whether the returned event is one to wait for.
 
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.

@@ -1,9 +1,11 @@
 """DeepEP's buffer (version 2) on fusco, in its expanded layout: rows by local expert, as experts need them.
 
 Contract: DeepEP 2.1 (dd758ca), ``deep_ep/buffers/elastic.py`` (MIT licence), and its callers in SGLang and vLLM.
-Everything runs on the current stream. Nothing here has gradients: frameworks call it from their own autograd functions.
-Arguments that a docstring does not name are accepted and ignored: fusco sees rows when they come, FP8 with scales, too,
-derives nodes from the hosts, is deterministic, and ends waits after 60 s.
+Everything runs on the current stream: previous events are waited for first, ``async_with_compute_stream`` gives an
+event recorded after the call. ``num_sms`` is the maximum number of multiprocessors, by default fusco's, for a combine
+that of its dispatch. Nothing here has gradients: frameworks call it from their own autograd functions. Other arguments
+that a docstring does not name are accepted and ignored: fusco sees rows when they come, FP8 with scales, too, derives
+nodes from the hosts, is deterministic, and ends waits after 60 s.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
-from fusco.integrations.along_handles import dispatch_again
+from fusco.integrations.along_handles import dispatch_again, require_weights
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle, checked_ep_handle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows
@@ -28,11 +30,7 @@ _NO_BUFFER_BYTES = 1  # of size hints: memory is allocated by the calls' own siz
 
 
 class ElasticBuffer:
-    """Dispatch and combine among the ranks of a group, by the calls of DeepEP's second version.
-
-    Attributes:
-        num_bytes: as given.
-    """
+    """Dispatch and combine among the ranks of a group, by the calls of DeepEP's second version."""
 
     def __init__(
         self,
@@ -57,11 +55,10 @@ class ElasticBuffer:
 
         Args:
             group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
-            num_bytes: kept as an attribute.
+            num_bytes, explicitly_destroy: kept as attributes; ``destroy`` always works.
             num_cpu_bytes: must be 0.
             num_max_tokens_per_rank: tokens of a rank in calls without one of their own.
             prefer_overlap_with_compute: halves ``get_theoretical_num_sms``.
-            explicitly_destroy: kept as an attribute; ``destroy`` always works.
         """
         if num_cpu_bytes:
             raise NotImplementedError(
@@ -164,10 +161,6 @@ class ElasticBuffer:
             num_experts: of all ranks together.
             num_max_tokens_per_rank: for the number of rows without a wait of the host.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this.
-            num_sms: maximum number of multiprocessors; 0 means fusco's default.
-            previous_event: waited for first.
-            previous_event_before_epilogue: likewise.
-            async_with_compute_stream: whether the returned event is one to wait for.
             handle: of an earlier dispatch: the same routing.
             do_handle_copy: copy ``topk_idx`` into the handle.
             do_cpu_sync: ``False``: as many rows as ranks with ``num_max_tokens_per_rank`` tokens can need, without a
@@ -192,7 +185,9 @@ class ElasticBuffer:
                 _refuse("use_tma_aligned_col_major_sf=True")
             payloads, launch = [each.contiguous() for each in given], Launch(num_sms=num_sms or None)
             topk_weights = None if topk_weights is None else topk_weights.float()
-            if handle is None:
+            if handle is not None:
+                require_weights(topk_weights, handle.topk_idx.shape)
+            else:
                 if not do_expand:
                     _refuse("do_expand=False (version 1's Buffer has that layout)")
                 if topk_idx is None or num_experts is None:
@@ -233,10 +228,6 @@ class ElasticBuffer:
             handle: of the dispatch.
             topk_weights: float32 (num_rows,), a value of each row that goes back to its token and expert.
             bias: one or two tensors (num_tokens, hidden), added to the sums.
-            num_sms: maximum number of multiprocessors; 0 means that of the dispatch.
-            previous_event: waited for first.
-            previous_event_before_epilogue: likewise.
-            async_with_compute_stream: whether the returned event is one to wait for.
 
         Returns:
             Sums (num_tokens, hidden); the values, float32 (num_tokens, num_topk), or ``None``; the event.
@@ -285,15 +276,9 @@ def _dispatch(
 ) -> EPHandle:
     """Dispatch as asked for."""
     alignment = asked.expert_alignment
-    sent = expert_rows.dispatch(
-        payloads,
-        asked.topk_idx,
-        topk_weights,
-        expert_alignment=alignment,
-        with_weights=topk_weights is not None,
-        static=static,
-        launch=launch,
-    )
+    options = {"expert_alignment": alignment, "static": static, "launch": launch}
+    has_weights = topk_weights is not None
+    sent = expert_rows.dispatch(payloads, asked.topk_idx, topk_weights, with_weights=has_weights, **options)
     counts = sent.dispatched.num_rows_per_expert
     blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
     on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]

@@ -12,42 +12,27 @@ from fusco.integrations.expert_rows import SentRows
 
 @dataclass(frozen=True, eq=False)
 class DispatchRequest:
-    """What a dispatch was asked for.
+    """What a dispatch was asked for."""
 
-    Attributes:
-        num_experts: of all ranks together.
-        expert_alignment: of the experts' blocks, in rows.
-        num_max_tokens_per_rank: as given.
-        num_sms: as given; 0 means fusco's default.
-        topk_idx: int64 (num_tokens, num_topk), a copy unless ``do_handle_copy`` was false.
-    """
-
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    topk_idx: torch.Tensor
+    num_experts: int  # of all ranks together
+    expert_alignment: int  # of the experts' blocks, in rows
+    num_max_tokens_per_rank: int  # as given
+    num_sms: int  # as given; 0 means fusco's default
+    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk), a copy unless ``do_handle_copy`` was false
 
 
 @dataclass(frozen=True, eq=False)
 class EPHandle(DispatchRequest):
-    """A dispatch; any number of combines and other dispatches along it may use it. Also has the request's attributes.
+    """A dispatch; any number of combines and other dispatches along it may use it."""
 
-    Attributes:
-        num_expanded_tokens: rows, with padding.
-        num_recv_tokens_per_expert_list: rows of each local expert with padding; empty without a wait of the host.
-        num_unaligned_recv_tokens_per_expert: without padding, int32 (num_local_experts,) on the device.
-        psum_num_recv_tokens_per_expert: the end of each local expert's rows: the start of its block and the number of
-            its rows; int32 (num_local_experts,) on the device.
-        sent: fusco's own.
-        do_expand: true.
-    """
-
-    num_expanded_tokens: int
+    num_expanded_tokens: int  # rows, with padding
+    # rows of each local expert with padding; empty without a wait of the host
     num_recv_tokens_per_expert_list: list[int]
-    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor  # without padding, int32 (num_local_experts,) on the device
+    # the end of each local expert's rows: the start of its block and the number of its rows; int32
+    # (num_local_experts,) on the device
     psum_num_recv_tokens_per_expert: torch.Tensor
-    sent: SentRows
+    sent: SentRows  # fusco's own
     do_expand: bool = True
 
     def __getattr__(self, name: str) -> Any:

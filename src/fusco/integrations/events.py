@@ -21,11 +21,9 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, or none, which a stream can wait for; in a ``with`` block the stream waits at its end.
+    """An event, or ``None``, which a stream can wait for; in a ``with`` block the stream waits at its end.
 
-    Attributes:
-        event: ``None`` if there is nothing to wait for.
-        extra_tensors: kept alive with the event.
+    ``extra_tensors`` are kept alive with the event.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:

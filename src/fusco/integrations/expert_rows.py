@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
-from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
+from fusco.core.config import Launch
 from fusco.integrations.growth import GrowingCommunicator, Need
 
 
@@ -42,11 +42,7 @@ def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
 
 
 class ExpertRows:
-    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients.
-
-    Attributes:
-        comms: the communicators.
-    """
+    """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         """Nothing is allocated before the first call."""
@@ -66,34 +62,18 @@ class ExpertRows:
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         *,
-        expert_alignment: int = 1,
         with_weights: bool = True,
-        static: StaticRows | None = None,
-        launch: Launch | None = None,
+        **options: Any,
     ) -> SentRows:
-        """Send tokens to their experts; a collective. See ``Communicator.dispatch``."""
+        """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``."""
 
         def dispatch(comm: Communicator, capacity: Need) -> SentRows:
-            sent = comm.dispatch(
-                payloads,
-                topk_idx,
-                topk_weights,
-                expert_alignment=expert_alignment,
-                with_weights=with_weights,
-                static=static,
-                launch=launch,
-            )
+            sent = comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
             return SentRows(comm, capacity.max_bytes_per_token, sent)
 
         with self.comms.rejecting():
-            first = payloads[0]
-            need = Need(
-                num_topk=topk_idx.shape[1],
-                max_tokens_per_rank=max(len(first), 1),
-                # Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
-                max_bytes_per_token=max(sum(map(row_bytes, payloads)), first.shape[1] * 2) + 4 * topk_idx.shape[1],
-            )
-        return self.comms.run(need, first.device, dispatch)
+            need = Need.of(payloads, topk_idx.shape[1])
+        return self.comms.run(need, payloads[0].device, dispatch)
 
     @property
     def is_closed(self) -> bool:

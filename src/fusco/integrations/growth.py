@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from fusco.core.errors import (
     RowOverflowError,
     SharedMemoryError,
 )
+from fusco.core.rows import row_bytes
 
 _Result = TypeVar("_Result")
 
@@ -35,6 +37,19 @@ class Need:
     num_topk: int
     max_tokens_per_rank: int
     max_bytes_per_token: int
+
+    @classmethod
+    def of(cls, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
+        """Return what a dispatch of payloads (num_tokens, ...) needs.
+
+        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+        """
+        first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
+        return cls(
+            num_topk=num_topk,
+            max_tokens_per_rank=max(len(first), max_tokens),
+            max_bytes_per_token=max(num_bytes, first.shape[1] * 2) + 4 * num_topk,
+        )
 
     def fits(self, capacity: Need) -> bool:
         """Return whether a communicator of this capacity takes the call."""
@@ -160,12 +175,7 @@ class GrowingCommunicator:
         needs = [Need(**values) for values, _ in entries]
         if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
             return False
-        capacity = needs[0]
-        for each in needs:
-            capacity = capacity.union(each)
-        if self._capacity is not None:
-            capacity = capacity.union(self._capacity)
-        capacity = capacity.with_reserve()
+        capacity = reduce(Need.union, needs, self._capacity or needs[0]).with_reserve()
         self._communicators.append(
             Communicator(
                 group,

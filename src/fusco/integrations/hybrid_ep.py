@@ -19,9 +19,7 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
-from fusco.integrations.along_handles import dispatch_again
-from fusco.integrations.dense_routing import places_of, scattered
+from fusco.integrations.along_handles import dispatch_again, require_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
@@ -33,7 +31,7 @@ from fusco.integrations.rank_rows import (
     combine_dense,
     ranks_of,
 )
-from fusco.integrations.routing_maps import RoutingMaps
+from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ class _Sent:
 class HybridEPBuffer:
     """Dispatch and combine among the ranks of a group, by the calls of HybridEP.
 
-    Attributes:
-        group: the process group.
-        configurer: has ``buffer_config``, the sizes that callers compare before a call.
+    ``configurer.buffer_config`` has the sizes that callers compare before a call.
     """
 
     def __init__(
@@ -82,8 +78,7 @@ class HybridEPBuffer:
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
             num_local_experts: experts of each rank, unless a call says otherwise.
-            num_sms_dispatch_api: multiprocessors of a dispatch; ``None`` means fusco's default.
-            num_sms_combine_api: multiprocessors of a combine.
+            num_sms_dispatch_api, num_sms_combine_api: multiprocessors; ``None`` means fusco's default.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
         """
         self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
@@ -92,13 +87,8 @@ class HybridEPBuffer:
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._ranks_per_node
         self.num_of_nodes, self.local_rank = self.group_size // self._ranks_per_node, self.rank % self._ranks_per_node
         self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
-        self.configurer = SimpleNamespace(
-            buffer_config=SimpleNamespace(
-                hidden_dim=hidden_dim,
-                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
-                num_of_experts_per_rank=num_local_experts,
-            )
-        )
+        sizes = {"max_num_of_tokens_per_rank": max_num_of_tokens_per_rank, "num_of_experts_per_rank": num_local_experts}
+        self.configurer = SimpleNamespace(buffer_config=SimpleNamespace(hidden_dim=hidden_dim, **sizes))
         self._num_experts = num_local_experts * self.group_size
         self._maps = RoutingMaps()
         self._dispatch_launch, self._combine_launch = (
@@ -189,7 +179,7 @@ class HybridEPBuffer:
                 topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
             static = _static_rows(num_permuted_tokens) if non_blocking else None
             weights = None if topk_weights is None else topk_weights.float()
-            ids, need = topk_idx, self._need(payloads, topk_idx)
+            ids, need = topk_idx, Need.of(payloads, topk_idx.shape[1], self.max_num_of_tokens_per_rank)
 
         def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, Need, torch.Tensor, Dispatched]:
             padded = _padded(ids, capacity.num_topk, -1)
@@ -234,16 +224,11 @@ class HybridEPBuffer:
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add up the rows of each token, without weights.
+        """Add up the rows (num_rows, hidden_dim) of each token in the layout of the dispatch, without weights.
 
-        Args:
-            hidden: (num_rows, hidden_dim) in the layout of the dispatch.
-            probs: float32 (num_rows,), a value of each row that goes back to its token and expert.
-            handle: of the dispatch.
-
-        Returns:
-            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a
-            token was not sent to; ``None`` without ``probs``.
+        ``probs`` are values of rows, float32 (num_rows,), that go back to their tokens and experts. Returns sums
+        (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a token was
+        not sent to; ``None`` without ``probs``.
         """
         with self._comms_of(self._num_experts).rejecting_latest():
             sent = _sent(handle)
@@ -321,6 +306,7 @@ class HybridEPBuffer:
             if probs is not None:
                 topk_weights = sent.weights_of_tokens(probs)
             weights = None if topk_weights is None else topk_weights.float()
+            require_weights(weights, sent.require_topk_idx().shape)
         return sent, *dispatch_again(
             sent.comm, sent.handle, sent.max_bytes_per_token, rows, weights, self._dispatch_launch
         )
@@ -329,15 +315,10 @@ class HybridEPBuffer:
     def combine(
         self, hidden: torch.Tensor, probs: torch.Tensor | None = None, handle: tuple[Any, ...] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add up the rows of each token, one from each rank.
+        """Add up the rows (num_rows, hidden_dim) of each token, one from each rank, in the layout of ``dispatch``.
 
-        Args:
-            hidden: (num_rows, hidden_dim) in the layout of ``dispatch``.
-            probs: float32 (num_rows, experts of the node), values of this rank's experts.
-            handle: of the dispatch.
-
-        Returns:
-            Sums (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
+        ``probs`` are values of this rank's experts, float32 (num_rows, experts of the node). Returns sums
+        (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
         with self._rank_rows.comms.rejecting_latest():
             if handle is None:
@@ -364,6 +345,7 @@ class HybridEPBuffer:
                 columns = sent.kept.get("columns", probs.device, lambda: sent.topk_idx.clamp(min=0))
                 topk_weights = probs.gather(1, columns)
             weights = None if topk_weights is None else topk_weights.float()
+            require_weights(weights, sent.topk_idx.shape)
         rows, of_rows = dispatch_again(
             sent.comm, sent.handle, sent.max_bytes_per_token, payloads, weights, self._dispatch_launch
         )
@@ -395,14 +377,6 @@ class HybridEPBuffer:
         """Return the columns of this rank's experts among those of its node."""
         num_local = sent.num_experts // self.group_size
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
-
-    def _need(self, payloads: list[torch.Tensor], topk_idx: torch.Tensor) -> Need:
-        return Need(
-            num_topk=topk_idx.shape[1],
-            max_tokens_per_rank=max(len(topk_idx), self.max_num_of_tokens_per_rank),
-            # Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
-            max_bytes_per_token=max(sum(map(row_bytes, payloads)), payloads[0].shape[1] * 2) + 4 * topk_idx.shape[1],
-        )
 
 
 def _sent(handle: tuple[Any, ...] | None) -> _Sent:

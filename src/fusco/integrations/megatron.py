@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from fusco.integrations.dense_routing import map_to_indices
 from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.routing_maps import map_to_indices
 
 
 class FuscoTokenDispatcher(MoETokenDispatcher):
@@ -53,9 +53,8 @@ class FuscoTokenDispatcher(MoETokenDispatcher):
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send tokens to their experts; return the rows that arrived and their weights (num_rows,)."""
         assert self._topk_idx is not None, "dispatch_preprocess comes first"
-        self._sent = self._rows.dispatch(
-            [hidden_states], self._topk_idx, probs.float(), expert_alignment=self._alignment
-        )
+        rows, ids, alignment = [hidden_states], self._topk_idx, self._alignment
+        self._sent = self._rows.dispatch(rows, ids, probs.float(), expert_alignment=alignment)
         weights = self._sent.dispatched.weights
         assert weights is not None
         return self._sent.dispatched.rows, weights

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.core.rows import row_bytes
-from fusco.integrations.dense_routing import places_of, scattered
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
+from fusco.integrations.routing_maps import places_of, scattered
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
@@ -108,11 +107,7 @@ class RankRouting:
 
 
 class RankRows:
-    """Dispatch and combine of rank-major rows, on a communicator that grows.
-
-    Attributes:
-        comms: the communicator.
-    """
+    """Dispatch and combine of rank-major rows, on a communicator that grows."""
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -128,18 +123,10 @@ class RankRows:
         num_static_rows: int = 0,
         launch: Launch | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
-        """Send tokens to ranks.
+        """Send payloads (num_tokens, ...) to ranks, bool (num_tokens, num_ranks); return their rows, and the routing.
 
-        Args:
-            payloads: (num_tokens, ...).
-            is_token_in_rank: bool (num_tokens, num_ranks).
-            routing: int64 ``topk_idx`` and float32 ``topk_weights`` (num_tokens, num_topk), or ``None``, and the number
-                of experts of all ranks together.
-            num_static_rows: a fixed number of rows, or 0.
-            launch: of the dispatch.
-
-        Returns:
-            Rows of each payload, and the routing.
+        ``routing`` is int64 ``topk_idx`` and float32 ``topk_weights`` (num_tokens, num_topk), or ``None``, and the
+        number of experts of all ranks together. ``num_static_rows`` is a fixed number of rows, or 0.
         """
         topk_idx, topk_weights, num_experts = routing
         with self.comms.rejecting():
@@ -149,7 +136,7 @@ class RankRows:
             if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
                 ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
             static = StaticRows(num_static_rows) if num_static_rows else None
-            need = _need(sent, ranks_of_tokens.shape[1])
+            need = Need.of(sent, ranks_of_tokens.shape[1])
 
         def dispatch(comm: Communicator, capacity: Need) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
             arrived = comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
@@ -227,19 +214,6 @@ def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.
     places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(min=0)
     is_in = topk_idx.new_zeros(len(topk_idx), num_ranks + 2, dtype=torch.bool)
     return is_in.scatter_(1, places, value=True)[:, 1:-1]
-
-
-def _need(payloads: Sequence[torch.Tensor], num_topk: int) -> Need:
-    """Rows come back in 16 bits if they are narrower; other rows along the handle may be as wide, with weights."""
-    first, words = payloads[0], payloads[-1]
-    return Need(
-        num_topk=num_topk,
-        max_tokens_per_rank=max(len(first), 1),
-        max_bytes_per_token=max(
-            sum(map(row_bytes, payloads)),
-            first.shape[1] * max(first.dtype.itemsize, 2) + row_bytes(words),
-        ),
-    )
 
 
 def checked_handle(routing: Any) -> RankRouting:

@@ -37,15 +37,11 @@ class FuscoDispatcher(BaseDispatcher):
         self._sent: SentRows | None = None
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        """Send tokens to their experts.
+        """Send tokens, bfloat16 (num_tokens, hidden), to their experts.
 
-        Args:
-            hidden_states: bfloat16 (num_tokens, hidden).
-            topk_output: has ``topk_ids``, -1 for no expert, and ``topk_weights`` (num_tokens, num_topk).
-
-        Returns:
-            Rows and weights by local expert, and the ends of the experts' rows: the start of a block, which is a
-            multiple of 128, and its number of rows.
+        ``topk_output`` has ``topk_ids``, -1 for no expert, and ``topk_weights`` (num_tokens, num_topk). Returns rows
+        and weights by local expert, and the ends of the experts' rows: the start of a block, which is a multiple of
+        128, and its number of rows.
         """
         with self._rows.comms.rejecting():
             ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
@@ -78,9 +74,8 @@ def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_
     if not get_moe_a2a_backend().is_deepep_v2():
         return original(moe_runner_config, quant_method)
     if not isinstance(quant_method, UnquantizedFusedMoEMethod):
-        raise NotImplementedError(
-            f"fusco's SGLang adapter is for unquantised experts, not {type(quant_method).__name__}"
-        )
+        kind = type(quant_method).__name__
+        raise NotImplementedError(f"fusco's SGLang adapter is for unquantised experts, not {kind}")
     return FuscoDispatcher(get_parallel().tp_group.device_group, moe_runner_config.num_experts)
 
 

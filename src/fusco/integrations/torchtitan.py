@@ -30,16 +30,11 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
-        """Configuration.
+        """Configuration."""
 
-        Attributes:
-            max_tokens_per_rank: the most tokens of a rank in a step: batch size times sequence length, over the ranks
-                that share a sequence.
-            num_sms: multiprocessors of a call.
-        """
-
+        # of a rank in a step: batch size times sequence length, over the ranks that share a sequence
         max_tokens_per_rank: int
-        num_sms: int = _DEFAULT_SMS
+        num_sms: int = _DEFAULT_SMS  # multiprocessors of a call
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -58,16 +53,10 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,  # noqa: N803
         num_local_tokens_per_expert_E: torch.Tensor,  # noqa: N803
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Send tokens to their experts.
+        """Send tokens (num_tokens, hidden) to their experts.
 
-        Args:
-            x_TD: tokens (num_tokens, hidden).
-            topk_scores_TK: weights (num_tokens, num_topk).
-            topk_expert_ids_TK: int64 (num_tokens, num_topk).
-            num_local_tokens_per_expert_E: of this rank's tokens, int64 (num_experts,).
-
-        Returns:
-            Rows (num_rows, hidden) by local expert, the rows of each local expert, int64, and what ``combine`` needs.
+        Scores and int64 ids are (num_tokens, num_topk), this rank's tokens of each expert int64 (num_experts,). Returns
+        rows (num_rows, hidden) by local expert, the rows of each local expert, int64, and what ``combine`` needs.
         """
         if self._dispatcher is None:  # one expert-parallel rank
             args = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
@@ -83,9 +72,11 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,  # noqa: N803
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' rows (num_tokens, hidden)."""
-        if not isinstance(metadata, Arrival) or self._dispatcher is None:
+        if self._dispatcher is None:
             out: torch.Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
             return out
+        if not isinstance(metadata, Arrival):
+            self._dispatcher.refuse(f"metadata must be what dispatch returned, got {type(metadata).__name__}")
         return self._dispatcher.combine(routed_output_RD, metadata)
 
 

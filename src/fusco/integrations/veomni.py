@@ -36,16 +36,10 @@ def fused_moe_forward(
 ) -> torch.Tensor:
     """Return the weighted sums of experts with SwiGLU; with gradients of tokens, weights and matrices.
 
-    Args:
-        num_experts: of all ranks together.
-        routing_weights: floating (num_tokens, num_topk).
-        selected_experts: int64 (num_tokens, num_topk).
-        hidden_states: (..., hidden), of num_tokens rows.
-        fc1_1_weight: gates of this rank's experts (num_local_experts, inner, hidden), without ``fc1_1_2_weight``.
-        fc1_2_weight: the other factors, likewise.
-        fc2_weight: (num_local_experts, hidden, inner).
-        fc1_1_2_weight: gates and the other factors (num_local_experts, 2 * inner, hidden).
-        swiglu_limit: must be ``None``.
+    Hidden states are (..., hidden), of num_tokens rows; floating weights and int64 experts (num_tokens, num_topk). Of
+    this rank's experts, ``fc1_1_2_weight`` has the gates and the other factors (num_local_experts, 2 * inner, hidden),
+    or else ``fc1_1_weight`` and ``fc1_2_weight`` have them (num_local_experts, inner, hidden); ``fc2_weight`` is
+    (num_local_experts, hidden, inner). ``swiglu_limit`` must be ``None``.
     """
     # As many multiprocessors as under FSDP, whose collectives run at the same time.
     rows, launch = ExpertRows.of_group(get_parallel_state().ep_group, num_experts), Launch(num_sms=FSDP_SMS)
@@ -97,14 +91,5 @@ def _of_module(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Return ``fused_moe_forward`` of a module of experts, as models call a registered kernel."""
-    return fused_moe_forward(
-        module.num_experts,
-        top_k_weights,
-        top_k_index,
-        hidden_states,
-        None,
-        None,
-        module.down_proj,
-        module.gate_up_proj,
-        getattr(module, "limit", None),
-    )
+    weights, limit = (None, None, module.down_proj, module.gate_up_proj), getattr(module, "limit", None)
+    return fused_moe_forward(module.num_experts, top_k_weights, top_k_index, hidden_states, *weights, limit)

@@ -28,12 +28,7 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Dispatch before the experts and combine after them; the host waits once in a dispatch."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """Nothing is allocated before the first call.
-
-        Args:
-            group: ranks among which experts are distributed, of any backend.
-            num_experts: of all ranks together.
-        """
+        """Nothing is allocated before the first call. The group, of any backend, has ``num_experts`` in all."""
         super().__init__()
         self._num_ranks, self._num_experts = dist.get_world_size(group), num_experts
         if num_experts % self._num_ranks:
@@ -76,35 +71,26 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool,
     ) -> tuple[torch.Tensor, None, Any, torch.Tensor, torch.Tensor]:
-        """Send tokens to their experts.
+        """Send tokens ``a1`` (num_tokens, hidden) to their experts.
 
-        Args:
-            a1: (num_tokens, hidden).
-            topk_weights: float32 (num_tokens, num_topk).
-            topk_ids: int64 (num_tokens, num_topk); -1 for no expert.
-            num_experts: of all ranks together.
-            expert_map: int32 (num_experts,), the local index of each expert, -1 for those of other ranks.
-            apply_router_weight_on_input: multiply tokens by their weights; for one expert per token.
-            quant_config: must not quantise activations, unless ``defer_input_quant``.
-            defer_input_quant: experts quantise themselves.
+        Their weights are float32, their ids int64 (num_tokens, num_topk), -1 for no expert. ``expert_map`` is int32
+        (num_experts,), the local index of each expert of all ranks, -1 for those of other ranks.
+        ``apply_router_weight_on_input`` multiplies tokens by their weights, for one expert per token. ``quant_config``
+        must not quantise activations, unless ``defer_input_quant``: experts quantise themselves.
 
-        Returns:
-            Rows (num_rows, hidden); ``None``; the rows of each local expert; the expert of each row, int64
-            (num_rows, 1); and its weight, float32 (num_rows, 1).
+        Returns rows (num_rows, hidden); ``None``; the rows of each local expert; the expert of each row, int64
+        (num_rows, 1); and its weight, float32 (num_rows, 1).
         """
         with self._rows.comms.rejecting():
             if quant_config.quant_dtype is not None and not defer_input_quant:
-                raise NotImplementedError(
-                    f"fusco's vLLM adapter is for unquantised rows, not {quant_config.quant_dtype}"
-                )
+                dtype = quant_config.quant_dtype
+                raise NotImplementedError(f"fusco's vLLM adapter is for unquantised rows, not {dtype}")
             if num_experts != self._num_experts:
                 raise ValueError(f"num_experts={num_experts}, but the layer was made for {self._num_experts}")
             self._check_map(expert_map)
             if apply_router_weight_on_input:
-                if topk_ids.shape[1] != 1:
-                    raise ValueError(
-                        f"weights are applied to the input for one expert per token, got {topk_ids.shape[1]}"
-                    )
+                if (num_topk := topk_ids.shape[1]) != 1:
+                    raise ValueError(f"weights are applied to the input for one expert per token, got {num_topk}")
                 a1 = a1 * topk_weights.to(a1.dtype)
             a1, weights_of_tokens = a1.contiguous(), topk_weights.float()
         sent = self._sent = self._rows.dispatch([a1], topk_ids, weights_of_tokens)
@@ -124,15 +110,10 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        """Write the sums of each token's rows.
+        """Write the sums of each token's rows (num_rows, hidden) or (num_rows, 1, hidden) to ``output``, in place.
 
-        Args:
-            output: (num_tokens, hidden), written in place.
-            fused_expert_output: (num_rows, hidden) or (num_rows, 1, hidden).
-            topk_weights: as ``prepare`` returned them.
-            topk_ids: likewise.
-            apply_router_weight_on_input: weights are applied already.
-            weight_and_reduce_impl: says whether experts have applied the weights.
+        Weights and ids are as ``prepare`` returned them. ``apply_router_weight_on_input``: weights are applied already;
+        ``weight_and_reduce_impl`` says whether experts have applied them.
         """
         with self._rows.comms.rejecting_latest():
             if self._sent is None:
@@ -171,7 +152,8 @@ class FuscoMoEMethod(UnquantizedFusedMoEMethod):
         if not self.moe.moe_parallel_config.use_all2all_kernels:
             super()._init_moe_kernel(layer)
             return
-        if self.experts_cls.is_monolithic() or not _takes_rows(self.experts_cls):
+        takes_rows = self.experts_cls.activation_format() == mk.FusedMoEActivationFormat.Standard
+        if self.experts_cls.is_monolithic() or not takes_rows:
             raise ValueError(
                 f"{self.experts_cls.__name__} does not take rows (num_rows, hidden) and their experts: choose "
                 f"--all2all-backend allgather_reducescatter and --moe-backend triton with fusco"
@@ -180,10 +162,6 @@ class FuscoMoEMethod(UnquantizedFusedMoEMethod):
         prepare_and_finalize = FuscoPrepareAndFinalize(get_ep_group().cpu_group, self.moe.num_experts)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
         self.moe_kernel = mk.FusedMoEKernel(prepare_and_finalize, experts)
-
-
-def _takes_rows(experts: Any) -> bool:
-    return bool(experts.activation_format() == mk.FusedMoEActivationFormat.Standard)
 
 
 @cache

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,34 +17,21 @@ from fusco.offload.tensors import copy_from_host, copy_to_host
 _MB = 1 << 20
 
 
-class TensorMover(Protocol):
-    """Moves flat tensors to host memory and back; tests have their own."""
+class TensorMover:
+    """Moves flat CUDA tensors to host memory and back. PyTorch keeps freed pinned memory for the next step."""
 
     def is_movable(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is where activations are moved from."""
-
-    def to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """Begin to copy a tensor; return where to, and the copy."""
-
-    def from_host(self, pinned: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Copy]:
-        """Begin to copy a tensor back; return where to, and the copy."""
-
-
-class PinnedMover:
-    """Moves CUDA tensors. PyTorch keeps freed pinned memory for the next step."""
-
-    def is_movable(self, tensor: torch.Tensor) -> bool:
-        """See ``TensorMover``."""
         return tensor.is_cuda
 
     def to_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """See ``TensorMover``."""
+        """Begin to copy a tensor; return where to, and the copy."""
         pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         with torch.cuda.device(flat.device):
             return pinned, copy_to_host(flat, pinned)
 
     def from_host(self, pinned: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Copy]:
-        """See ``TensorMover``."""
+        """Begin to copy a tensor back; return where to, and the copy."""
         flat = torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
         with torch.cuda.device(device):
             return flat, copy_from_host(flat, pinned)
@@ -85,7 +72,7 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):  # noqa: N8
             check_integer(name, value, least=0)
         check_integer("min_bytes", min_bytes, least=1)
         self._min_bytes, self._max_pending, self._prefetch = min_bytes, max_pending_bytes, prefetch_bytes
-        self._keeps, self._mover = keeps or is_parameter, mover or PinnedMover()
+        self._keeps, self._mover = keeps or is_parameter, mover or TensorMover()
         self._lock = threading.RLock()  # backward runs in a thread of each GPU
         self._leaving: deque[_Offloaded] = deque()
         self._by_place: dict[tuple[Any, ...], _Offloaded] = {}  # those leaving, since one tensor may be saved twice

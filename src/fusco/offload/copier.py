@@ -25,6 +25,9 @@ class Copier:
     Attributes:
         device: the GPU, as CUDA numbers it in this process.
         settings: its settings.
+        driver: the CUDA driver.
+        name: the copier, for errors.
+        timeout_s: the limit of a wait.
     """
 
     def __init__(self, device: int, settings: OffloadSettings | None = None, machine: Machine | None = None) -> None:
@@ -43,9 +46,10 @@ class Copier:
             ValueError: for relays that cannot be.
         """
         self.device, self.settings = device, settings or OffloadSettings()
+        self.name, self.timeout_s = f"GPU {device}", self.settings.timeout_s
         self._machine = machine or this_machine()
-        self._driver: CudaDriver = self._machine.driver
-        self._resources = Resources(self._driver)
+        self.driver: CudaDriver = self._machine.driver
+        self._resources = Resources(self.driver)
         self._context = self._resources.context(device)
         self._events: list[int] = []  # free ones
         self._under_way: dict[Copy, tuple[int, object]] = {}  # with their event and what they keep
@@ -74,7 +78,7 @@ class Copier:
         """
         self._require_open()
         stream, links = self.current_stream(), self._links
-        with self._lock, self._driver.current(self._context):
+        with self._lock, self.driver.current(self._context):
             self._require_open()  # another thread may have closed it meanwhile
             self._reap()
             event = self._events.pop() if self._events else self._resources.events(self._context, 1)[0]
@@ -82,31 +86,16 @@ class Copier:
             if links is None or num_bytes < self.settings.min_bytes:
                 if links is not None:
                     links.announce(direction)
-                self._driver.copy(direction, device, host, num_bytes, stream)
-                self._driver.record(event, stream)
+                self.driver.copy(direction, device, host, num_bytes, stream)
+                self.driver.record(event, stream)
                 copy = PlainCopy(self, stream, event, num_bytes, self._reason or self._too_small)
             else:
-                self._driver.record(event, stream)
+                self.driver.record(event, stream)
                 job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
                 links.mover.submit(job)
                 copy = ChunkedCopy(self, links.mover, job, links.reason)
             self._under_way[copy] = (event, keeps)
         return copy
-
-    @property
-    def name(self) -> str:
-        """The copier, for errors."""
-        return f"GPU {self.device}"
-
-    @property
-    def timeout_s(self) -> float:
-        """The limit of a wait."""
-        return self.settings.timeout_s
-
-    @property
-    def driver(self) -> CudaDriver:
-        """The CUDA driver."""
-        return self._driver
 
     @property
     def reason(self) -> str:
@@ -132,12 +121,12 @@ class Copier:
         return self._machine.current_stream(self.device)
 
     def in_context(self) -> AbstractContextManager[None]:
-        """Make the GPU's context current for a while."""
-        return self._driver.current(self._context)
+        """Make the GPU's context current for a while: the default stream is that of the current one."""
+        return self.driver.current(self._context)
 
     def reap(self) -> None:
         """Let go of what finished copies keep. Every new copy does it, too."""
-        with self._lock, self._driver.current(self._context):
+        with self._lock, self.driver.current(self._context):
             self._reap()
 
     def close(self) -> None:

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fusco.control.threads import limit_now
 from fusco.core.errors import LaunchError, TransportError
-from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job, Mover
 
+if TYPE_CHECKING:
+    from fusco.offload.copier import Copier
+
 _LOOK_S = 0.00002  # between looks at an event
-
-
-class CopierOfCopy(Protocol):
-    """What a copy needs of its copier."""
-
-    @property
-    def name(self) -> str:
-        """The copier, for errors."""
-
-    @property
-    def timeout_s(self) -> float:
-        """The limit of a wait."""
-
-    @property
-    def driver(self) -> CudaDriver:
-        """The CUDA driver."""
-
-    def rail_name(self, rail: int) -> str:
-        """Return the name of a rail."""
-
-    def current_stream(self) -> int:
-        """Return the handle of the caller's current stream."""
-
-    def reap(self) -> None:
-        """Let go of what finished copies keep."""
-
-    def in_context(self) -> AbstractContextManager[None]:
-        """Make the GPU's context current for a while: the default stream is that of the current one."""
 
 
 class Copy:
@@ -84,19 +57,17 @@ class Copy:
 class PlainCopy(Copy):
     """One ``cudaMemcpyAsync`` on the caller's stream, and an event behind it."""
 
-    def __init__(self, copier: CopierOfCopy, stream: int, event: int, num_bytes: int, reason: str) -> None:
+    def __init__(self, copier: Copier, stream: int, event: int, num_bytes: int, reason: str) -> None:
         self._copier, self._stream, self._event = copier, stream, event
         self.num_bytes, self.reason = num_bytes, reason
         self._was_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  it never waits
-        """See ``Copy``."""
         if not self._was_done and (stream := self._copier.current_stream()) != self._stream:
             with self._copier.in_context():
                 self._copier.driver.wait(stream, self._event)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """See ``Copy``."""
         limit_s = limit_now(self._copier.timeout_s if timeout_s is None else timeout_s)
         end = time.monotonic() + limit_s
         while not self.is_done:
@@ -110,7 +81,6 @@ class PlainCopy(Copy):
 
     @property
     def is_done(self) -> bool:
-        """See ``Copy``."""
         self._was_done = self._was_done or self._copier.driver.is_complete(self._event)
         return self._was_done
 
@@ -118,13 +88,12 @@ class PlainCopy(Copy):
 class ChunkedCopy(Copy):
     """A job of the mover."""
 
-    def __init__(self, copier: CopierOfCopy, mover: Mover, job: Job, reason: str) -> None:
+    def __init__(self, copier: Copier, mover: Mover, job: Job, reason: str) -> None:
         self._copier, self._mover, self._job = copier, mover, job
         self.num_bytes, self.reason = job.num_bytes, reason
         self._was_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See ``Copy``."""
         if self._was_done:
             return
         if self._reach(ISSUED, timeout_s) == DONE:
@@ -136,7 +105,6 @@ class ChunkedCopy(Copy):
             raise LaunchError(f"{self._copier.name}: cuStreamWaitEvent failed: {self._copier.driver.error_name(error)}")
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """See ``Copy``."""
         if not self._was_done:
             self._reach(DONE, timeout_s)
             self._was_done = True
@@ -144,7 +112,6 @@ class ChunkedCopy(Copy):
 
     @property
     def is_done(self) -> bool:
-        """See ``Copy``."""
         if not self._was_done:
             state = self._mover.wait(self._job, DONE)
             self._check(state)
@@ -153,7 +120,6 @@ class ChunkedCopy(Copy):
 
     @property
     def borrowed_bytes(self) -> int:
-        """See ``Copy``."""
         return int(self._job.num_borrowed)
 
     def _reach(self, state: int, timeout_s: float | None) -> int:
@@ -161,9 +127,8 @@ class ChunkedCopy(Copy):
         reached = self._mover.wait(self._job, state, limit_s)
         self._check(reached)
         if reached < state:
-            raise TransportError(
-                f"{self._describe()} is not done after {limit_s:g} s; it waits for {self._stall(reached)}"
-            )
+            stall = self._stall(reached)
+            raise TransportError(f"{self._describe()} is not done after {limit_s:g} s; it waits for {stall}")
         return reached
 
     def _check(self, state: int) -> None:

@@ -15,13 +15,8 @@ NOT_READY = 600
 COPY_CHUNK = {"NUM_THREADS": 512}  # constants of the kernel; mover.c launches as many
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
-_int, _pointer, _address, _size, _unsigned = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_size_t,
-    ctypes.c_uint,
-)
+_int, _unsigned, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+_pointer, _address = ctypes.c_void_p, ctypes.c_uint64
 #: What ``mover.c`` calls: the field of its ``Driver``, the driver's name, and the types of the arguments.
 CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "set_context": ("cuCtxSetCurrent", (_pointer,)),
@@ -63,7 +58,6 @@ class CudaDriver:
         return self._new(_pointer, "cuDevicePrimaryCtxRetain", _int(device))
 
     def release(self, device: int) -> None:
-        """Give a primary context back."""
         self._call("cuDevicePrimaryCtxRelease_v2", _int(device))
 
     @contextlib.contextmanager
@@ -93,7 +87,6 @@ class CudaDriver:
         return self._new(_pointer, "cuStreamCreate", _unsigned(_NON_BLOCKING))
 
     def free_stream(self, stream: int) -> None:
-        """Destroy a stream."""
         self._call("cuStreamDestroy_v2", _pointer(stream))
 
     def new_event(self) -> int:
@@ -101,7 +94,6 @@ class CudaDriver:
         return self._new(_pointer, "cuEventCreate", _unsigned(_DISABLE_TIMING))
 
     def free_event(self, event: int) -> None:
-        """Destroy an event."""
         self._call("cuEventDestroy_v2", _pointer(event))
 
     def allocate(self, num_bytes: int) -> int:
@@ -109,18 +101,18 @@ class CudaDriver:
         return self._new(_address, "cuMemAlloc_v2", _size(num_bytes))
 
     def free(self, address: int) -> None:
-        """Free memory."""
         self._call("cuMemFree_v2", _address(address))
 
     def load_copy_kernel(self) -> tuple[int, int]:
         """Return the kernel that copies chunks, as a module and its function, loaded into the current context."""
-        major, minor = (self._attribute(number) for number in (75, 76))  # of the compute capability
+        device = _int(self._new(_int, "cuCtxGetDevice"))
+        # Attributes 75 and 76 are those of the compute capability.
+        major, minor = (self._new(_int, "cuDeviceGetAttribute", _int(number), device) for number in (75, 76))
         cubin = Compiler(f"sm_{major}{minor}").compile("copy_chunk", COPY_CHUNK)
         module = self._new(_pointer, "cuModuleLoadData", ctypes.c_char_p(cubin))
         return module, self._new(_pointer, "cuModuleGetFunction", _pointer(module), ctypes.c_char_p(b"copy_chunk"))
 
     def free_module(self, module: int) -> None:
-        """Unload a module."""
         self._call("cuModuleUnload", _pointer(module))
 
     def bus_id(self, device: int) -> str:
@@ -141,7 +133,6 @@ class CudaDriver:
             self._call("cuMemcpyDtoHAsync_v2", host, device, num_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event on a stream."""
         self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:
@@ -157,10 +148,6 @@ class CudaDriver:
         name = ctypes.c_char_p()
         self._library.cuGetErrorName(_int(code), ctypes.byref(name))
         return (name.value or b"unknown error").decode() + f" ({code})"
-
-    def _attribute(self, number: int) -> int:
-        device = self._new(_int, "cuCtxGetDevice")
-        return self._new(_int, "cuDeviceGetAttribute", _int(number), _int(device))
 
     def _new(self, kind: Any, name: str, *arguments: Any) -> int:
         made = kind()

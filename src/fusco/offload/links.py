@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from fusco.rails.board import named_path
+from fusco.rails.board import NamedRail, named_path
 from fusco.rails.rail import MAX_RAILS
 
 _P2P_NVLINK, _P2P_OK = 2, 0
 _GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of one PCIe lane, by generation
-
-
-@dataclass(frozen=True)
-class LinkRail:
-    """One direction of a PCIe link: a rail of the board, with what the board shows of it."""
-
-    interface: str
-    bits_per_s: int
-
-
-class Links(Protocol):
-    """The GPUs of this host, in the order of their PCI bus ids: the same in every process."""
-
-    @property
-    def bits_per_s(self) -> Sequence[int]:
-        """The speed of each PCIe link; 0 if unknown."""
-
-    def index_of(self, bus_id: str) -> int:
-        """Return the index of a GPU; ``NvmlError`` if it is not there."""
-
-    def has_nvlink(self, link: int, peer: int) -> bool:
-        """Return whether two GPUs are connected by NVLink."""
-
-    def free_bytes(self, link: int) -> int:
-        """Return the free memory of a GPU, as left by all processes."""
 
 
 class NvmlError(OSError):
@@ -58,8 +31,8 @@ class _Memory(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
-class NvmlLinks:
-    """The links that NVML knows."""
+class Links:
+    """The GPUs of this host that NVML knows, in the order of their PCI bus ids: the same in every process."""
 
     def __init__(self) -> None:
         """Open NVML; raises ``NvmlError``."""
@@ -78,7 +51,7 @@ class NvmlLinks:
             found.append(((pci.domain, pci.bus, pci.device), handle))
         found.sort(key=lambda each: each[0])
         self._places, self._handles = [place for place, _ in found], [handle for _, handle in found]
-        self.bits_per_s = tuple(map(self._bits_per_s, self._handles))
+        self.bits_per_s = tuple(map(self._bits_per_s, self._handles))  # of each PCIe link; 0 if unknown
 
     def index_of(self, bus_id: str) -> int:
         """Return the index of a GPU; ``NvmlError`` if NVML does not know it."""
@@ -117,20 +90,20 @@ class NvmlLinks:
 
 
 @cache
-def nvml_links() -> NvmlLinks:
+def nvml_links() -> Links:
     """Return the links of this host; raises ``NvmlError``."""
-    return NvmlLinks()
+    return Links()
 
 
-def rails_of_links(links: Links) -> tuple[LinkRail, ...]:
-    """Return the two rails of each link, at most as many as the board has room for.
+def rails_of_links(links: Links) -> tuple[NamedRail, ...]:
+    """Return the two rails of each link, one for each direction, at most as many as the board has room for.
 
     >>> from types import SimpleNamespace
     >>> [rail.interface for rail in rails_of_links(SimpleNamespace(bits_per_s=(0, 0)))]
     ['gpu0 to host', 'host to gpu0', 'gpu1 to host', 'host to gpu1']
     """
     rails = [
-        LinkRail(name, speed)
+        NamedRail(name, speed)
         for i, speed in enumerate(links.bits_per_s)
         for name in (f"gpu{i} to host", f"host to gpu{i}")
     ]

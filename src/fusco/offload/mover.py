@@ -71,17 +71,9 @@ class Mover:
     """Copies of one GPU, in chunks over paths; ``close`` it before anything that paths point to is freed."""
 
     def __init__(self, table: DriverTable, options: Options, board: Board, row: int, direct: int) -> None:
-        """Make a mover without paths.
+        """Make a mover without paths: ``row`` of the board is this worker's, ``direct`` the mask of its GPU's rails.
 
-        Args:
-            table: the driver.
-            options: bounds.
-            board: the board of this host's links.
-            row: this worker's row of it.
-            direct: mask of this GPU's rails.
-
-        Raises:
-            CompileError: if ``mover.c`` cannot be compiled.
+        Raises ``CompileError`` if ``mover.c`` cannot be compiled.
         """
         self._library = load_c_library(SOURCE)
         self._library.fusco_new.restype = ctypes.c_void_p

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusco.core.errors import LaunchError, TransportError
-from fusco.offload.budget import RelayBudget
 from fusco.offload.driver import CudaDriver
 from fusco.offload.links import Links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, PathStreams
 from fusco.offload.resources import Resources, relayed_path
+from fusco.offload.settings import RelayBudget
 from fusco.rails.limits import Limits
 
 _DRAIN_S = 10.0  # limit of a wait for chunks under way
@@ -32,18 +32,12 @@ class RelayHost:
 
 
 class Relay:
-    """Memory on one other GPU, taken and given back as the budget says.
-
-    Attributes:
-        device: the GPU, as CUDA numbers it in this process.
-        link: its PCIe link.
-        held_bytes: what is held there now, the CUDA context included.
-        reason: why it is not used; empty if it is.
-    """
+    """Memory on one other GPU (``device`` in this process), taken and given back as the budget says."""
 
     def __init__(self, host: RelayHost, device: int, link: int) -> None:
         self._host, self.device, self.link = host, device, link
-        self.held_bytes, self.reason = 0, "it was not opened"
+        self.held_bytes = 0  # on the GPU now, the CUDA context included
+        self.reason = "it was not opened"  # why it is not used; empty if it is
         self._resources: Resources | None = None
         self._is_draining = False  # also after an error: a drained path is given no chunks until it is opened again
 

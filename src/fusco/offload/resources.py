@@ -22,15 +22,12 @@ class Resources:
         return context
 
     def stream(self, context: int) -> int:
-        """Make a stream."""
         return self._make(context, self._driver.new_stream, self._driver.free_stream)
 
     def events(self, context: int, count: int) -> list[int]:
-        """Make events."""
         return [self._make(context, self._driver.new_event, self._driver.free_event) for _ in range(count)]
 
     def buffer(self, context: int, num_bytes: int) -> int:
-        """Allocate memory."""
         return self._make(context, lambda: self._driver.allocate(num_bytes), self._driver.free)
 
     def copy_kernel(self, context: int) -> int:
@@ -41,7 +38,6 @@ class Resources:
         return kernel
 
     def close(self) -> None:
-        """Free everything."""
         self._ending.close()
 
     def _make(self, context: int, make: Callable[[], int], free: Callable[[int], None]) -> int:

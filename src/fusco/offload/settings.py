@@ -1,4 +1,4 @@
-"""Settings of a copier, and the machine that it runs on."""
+"""Settings of a copier, with the memory that it may take on other GPUs, and the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fusco.core.integers import check_integer
-from fusco.offload.budget import RelayBudget
 from fusco.offload.driver import cuda_driver
 from fusco.offload.links import Links, links_board, nvml_links
 from fusco.offload.mover import MAX_SLOTS
@@ -19,7 +18,61 @@ from fusco.rails.limits import Limits
 #: 1 GB; 12 and 24 MB were slower with 256 MB, and left an owner that came back 0.89 of its link's speed in 5 ms.
 LINK_LIMITS = Limits(chunk_bytes=512 << 10, direct_first=32, direct_depth=40, borrowed_per_rail=32, batch=16)
 
+MB = 1 << 20
 _WAYS = ("copy-engines", "threads", "nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayBudget:
+    """Bounds of what a process takes on each relay GPU, and when it gives it back (FuseLink, section 4.2).
+
+    Attributes:
+        max_bytes: bytes on a relay GPU at most: the relay buffers, and the process's CUDA context there if it has no
+            other use for it, which is most of it.
+        low_bytes: free memory of a relay GPU below which everything there is given back.
+        high_bytes: free memory above which it may be taken. The distance is what keeps a relay from coming and going.
+        max_relays: relay GPUs of a process at most. Host memory limits what more of them would bring.
+
+    Raises:
+        TypeError, ValueError: for a value of another type, or out of range.
+    """
+
+    max_bytes: int = 1024 * MB
+    low_bytes: int = 2048 * MB
+    high_bytes: int = 4096 * MB
+    max_relays: int = 3
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_integer(name, value, least=0)
+        if self.high_bytes < self.low_bytes + self.max_bytes:
+            raise ValueError(
+                f"high_bytes must be at least low_bytes + max_bytes, or taking a relay's memory would make it low: got "
+                f"{self.high_bytes}, {self.low_bytes} + {self.max_bytes}"
+            )
+
+    def why_not(self, free_bytes: int, wanted_bytes: int) -> str:
+        """Return why a relay GPU may not be used; empty if it may.
+
+        >>> RelayBudget().why_not(8192 * MB, 16 * MB)
+        ''
+        >>> RelayBudget().why_not(3000 * MB, 16 * MB)
+        'only 3,000 MiB of its memory are free, of 4,096 that must be'
+        """
+        if wanted_bytes > self.max_bytes:
+            return f"relays may take {self.max_bytes / MB:,.0f} MiB there, and would take {wanted_bytes / MB:,.0f}"
+        if free_bytes < self.high_bytes:
+            needed = f"{self.high_bytes / MB:,.0f}"
+            return f"only {free_bytes / MB:,.0f} MiB of its memory are free, of {needed} that must be"
+        return ""
+
+    def decide(self, free_bytes: int, held_bytes: int) -> Literal["keep", "give back"]:
+        """Return what to do with the memory that is held on a relay GPU.
+
+        >>> RelayBudget().decide(3000 * MB, 600 * MB), RelayBudget().decide(1999 * MB, 600 * MB)
+        ('keep', 'give back')
+        """
+        return "give back" if free_bytes < self.low_bytes or held_bytes > self.max_bytes else "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +123,13 @@ class OffloadSettings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a copier runs on; tests have their own.
+    """What a copier runs on; tests have their own."""
 
-    Attributes:
-        driver: a ``CudaDriver`` or what behaves like one.
-        links: returns the GPUs of this host.
-        board: returns the file of the board.
-        current_stream: returns the handle of the caller's current stream on a device.
-        has_threads: whether movers run by themselves; otherwise the owner steps them.
-    """
-
-    driver: Any
-    links: Callable[[], Links]
-    board: Callable[[], Path]
-    current_stream: Callable[[int], int]
-    has_threads: bool = True
+    driver: Any  # a ``CudaDriver`` or what behaves like one
+    links: Callable[[], Links]  # returns the GPUs of this host
+    board: Callable[[], Path]  # returns the file of the board
+    current_stream: Callable[[int], int]  # returns the handle of the caller's current stream on a device
+    has_threads: bool = True  # whether movers run by themselves; otherwise the owner steps them
 
 
 def this_machine() -> Machine:

@@ -27,30 +27,20 @@ class NoRelayError(FuscoError):
 
 
 class SharedLinks:
-    """A GPU's row of the board, its mover, and its relays with the thread that watches their memory.
-
-    Attributes:
-        mover: copies chunks.
-        relays: the GPUs whose links may be taken.
-        rail_names: the rails of this host.
-    """
+    """A GPU's row of the board, its mover, and its relays with the thread that watches their memory."""
 
     def __init__(self, machine: Machine, device: int, context: int, settings: OffloadSettings) -> None:
         """Register, and take memory on relays.
 
-        Raises:
-            NoRelayError: if no other link can be used, which says why.
-            OSError, SharedMemoryError, CompileError, LaunchError: if anything else is missing.
+        Raises ``NoRelayError`` if no other link can be used, which says why; ``OSError``, ``SharedMemoryError``,
+        ``CompileError`` or ``LaunchError`` if anything else is missing.
         """
         links, to_link = _find_links(machine, device, settings)
         self._link, self._device, self._limit_s = to_link.pop(device), device, settings.timeout_s
         self._max_relays, self._next_try_s = settings.budget.max_relays, 0.0
-        self.relays: list[Relay] = []
-        self._ending, self._is_ending, self._keeper = (
-            ExitStack(),
-            threading.Event(),
-            threading.Thread(target=self._keep),
-        )
+        self.relays: list[Relay] = []  # the GPUs whose links may be taken
+        self._ending, self._is_ending = ExitStack(), threading.Event()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
         try:
             self.rail_names = self._register(machine, links, settings)
             self.mover = self._new_mover(machine.driver, context, settings)
@@ -60,7 +50,6 @@ class SharedLinks:
                 self._open_first()
             if machine.has_threads:
                 self.mover.start()
-                self._keeper.daemon = True
                 self._keeper.start()
         except BaseException:
             self.close()
@@ -162,12 +151,10 @@ def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tup
     links = machine.links()
     to_link = {each: links.index_of(driver.bus_id(each)) for each in (device, *others)}
     num_links = len(rails_of_links(links)) // 2
-    far = [
-        peer
-        for peer in others
-        if not (driver.can_access(device, peer) and links.has_nvlink(to_link[device], to_link[peer]))
-    ]
-    if to_link[device] >= num_links or len(far) == len(others):
+    near = {
+        peer for peer in others if driver.can_access(device, peer) and links.has_nvlink(to_link[device], to_link[peer])
+    }
+    if to_link[device] >= num_links or not near:
         names = ", ".join(map(str, others))
         raise NoRelayError(f"GPU {device} has no access over NVLink to the memory of GPU {names}")
-    return links, {each: link for each, link in to_link.items() if each not in far and link < num_links}
+    return links, {each: link for each, link in to_link.items() if each in {device, *near} and link < num_links}

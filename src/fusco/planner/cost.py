@@ -15,11 +15,8 @@ class PlanCost:
     """Bytes of one rank in a dispatch; combine moves the same rows in the other direction."""
 
     internode_send_bytes: int  # rows that it sends to other nodes, also those of other ranks that it carries
-    internode_recv_bytes: int  # rows that it receives for its node as a forwarder
     lane_bytes: int  # rows that it reads from the pools of other ranks of its node to send them to other nodes
     intranode_bytes: int  # rows that it reads from the pools of other ranks of its node, each once
-    local_bytes: int  # rows that it reads from its pool, each once
-    output_bytes: int  # rows that it writes, expert-major; one for each token and expert
     metadata_bytes: int  # routing (expert ids and weights) that it sends to other nodes
     internode_bytes_avoided: int  # additional bytes to other nodes if there were one copy for each (token, expert)
 
@@ -31,7 +28,7 @@ def routing_bytes_per_row(num_topk: int, weight_bytes: int) -> int:
 
 def plan_cost(plan: DispatchPlan, bytes_per_token: int) -> PlanCost:
     """Count the bytes that ``plan`` moves if a token's row has ``bytes_per_token`` bytes."""
-    topology, distribution, lanes = plan.topology, plan.distribution, plan.rank_lanes
+    topology, lanes = plan.topology, plan.rank_lanes
     carried, incoming = lanes.carried, lanes.incoming
 
     touched = mark_local_ranks(plan.routing, plan.placement, topology, plan.node)[:, topology.rank_to_local[plan.rank]]
@@ -59,11 +56,8 @@ def plan_cost(plan: DispatchPlan, bytes_per_token: int) -> PlanCost:
     )
     return PlanCost(
         internode_send_bytes=int(carried.num_rows.sum()) * bytes_per_token,
-        internode_recv_bytes=int(lanes.received.num_rows.sum()) * bytes_per_token,
         lane_bytes=int(carried.num_rows[carried.src != plan.rank].sum()) * bytes_per_token,
         intranode_bytes=int(num_pulled) * bytes_per_token,
-        local_bytes=int(num_local) * bytes_per_token,
-        output_bytes=len(distribution.pair_to_slot) * bytes_per_token,
         metadata_bytes=num_sent * routing_bytes,
         internode_bytes_avoided=(num_remote_pairs - num_sent) * bytes_per_token,
     )

@@ -21,7 +21,7 @@ class DispatchPlan:
     """Plan of one rank for a dispatch and, mirrored, for the combine that follows.
 
     ``forwarding`` and ``distribution`` are the two levels of FUSCO section 3.3. Every array is on the device of the
-    routing. The same inputs give the same plan on every device.
+    routing. The same inputs give the same plan on every device. See ``fusco.engine.base.Plan`` for what verbs use.
     """
 
     rank: int
@@ -49,22 +49,18 @@ class DispatchPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of this rank."""
         return self.num_rows_from(self.rank)
 
     @property
     def num_topk(self) -> int:
-        """Experts per token (top-k)."""
         return self.routing.topk_idx.shape[1]
 
     @property
     def num_slots(self) -> int:
-        """Number of rows of the expert-major output."""
         return self.distribution.num_slots
 
     @property
     def num_rows_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
         return self.distribution.num_rows_per_expert
 
     @property
@@ -85,14 +81,12 @@ class DispatchPlan:
 
     @cached_property
     def slot_weights(self) -> torch.Tensor:
-        """Weight of the row in each slot (num_slots,); zero in empty slots."""
         weights = self.weights
         assert weights is not None, "weights by slot need weights"
         return weights.new_zeros(self.num_slots).scatter_(0, self.distribution.pair_to_slot, weights)
 
     @cached_property
     def slot_to_k(self) -> torch.Tensor:
-        """Index k of each slot's row among the experts of its token, int64 (num_slots,); 0 in empty slots."""
         pairs = self.distribution
         return pairs.pair_to_k.new_zeros(self.num_slots).scatter_(0, pairs.pair_to_slot, pairs.pair_to_k)
 

@@ -79,13 +79,9 @@ def distribute(
 def assign_slots(
     local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
 ) -> ExpertDistribution:
-    """Assign slots by a stable counting sort by expert; no other code does.
+    """Assign slots by a stable counting sort by expert, as ``distribute``; no other code does.
 
-    Args:
-        local_expert: int (num_rows, num_topk), index among this rank's experts; -1 for none or a remote one.
-        num_local_experts: number of this rank's experts.
-        expert_alignment: each block is rounded up to a multiple of this.
-        static_rows: rows of the output; ``None`` means as many as needed.
+    ``local_expert``, int (num_rows, num_topk), is the index among this rank's experts; -1 for none or a remote one.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
@@ -107,25 +103,16 @@ def assign_slots(
     sorted_expert = pair_to_expert[by_expert]
     pair_to_slot = torch.empty_like(pair_to_row)
     pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
-    needed = block_to_first_slot[-1]
-    if static_rows is None or needed <= static_rows:
-        num_slots = static_rows if static_rows is not None else needed
-        return ExpertDistribution(
-            pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots
-        )
 
     # Step 3: drop what does not fit.
-    is_kept = pair_to_slot < static_rows
-    firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=static_rows)
-    return ExpertDistribution(
-        pair_to_row[is_kept],
-        pair_to_k[is_kept],
-        pair_to_slot[is_kept],
-        torch.minimum(num_rows, static_rows - firsts[:-1]),
-        tuple(firsts.tolist()),
-        needed,
-        static_rows,
-    )
+    needed = block_to_first_slot[-1]
+    num_slots = needed if static_rows is None else static_rows
+    if needed > num_slots:
+        is_kept = pair_to_slot < num_slots
+        pair_to_row, pair_to_k, pair_to_slot = pair_to_row[is_kept], pair_to_k[is_kept], pair_to_slot[is_kept]
+        firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=num_slots)
+        num_rows, block_to_first_slot = torch.minimum(num_rows, num_slots - firsts[:-1]), tuple(firsts.tolist())
+    return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots)
 
 
 def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:

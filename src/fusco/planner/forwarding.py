@@ -54,10 +54,7 @@ def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_
 def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
     """Plan which tokens a rank with this routing sends to each node.
 
-    Args:
-        topk_idx: int (num_tokens, num_topk), -1 for none; the result is on the same device.
-        placement: owners of the experts.
-        topology: nodes of the ranks.
+    ``topk_idx`` is int (num_tokens, num_topk), -1 for none; the result is on the same device.
 
     >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
     >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))

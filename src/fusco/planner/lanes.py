@@ -21,6 +21,7 @@ from fusco.schedule.lanes import even_out
 _SLACK = 128
 _LEAST_GAIN = 64
 _LEAST_ROWS = 32
+_NO_LIMIT = np.iinfo(np.int64).max
 _SRC, _NODE, _FIRST, _END, _CARRIER, _FORWARDER = range(6)
 
 
@@ -82,25 +83,16 @@ def _divide(num_rows: Any, num_links: Any) -> Any:
     """Return the runs, int64 (num_runs, 6), in the order of ``Lanes``, with ranks as node * ranks_per_node + local."""
     num_nodes, num_locals, _ = num_rows.shape
     share = _share(num_rows, num_links)
-    is_divided = _is_worth_it(num_rows, num_links, share)
     limits = num_links * most_of_link(share)
+    if not _is_worth_it(num_rows, num_links, share):
+        limits[:] = _NO_LIMIT  # every rank keeps what it has
     moved = np.zeros((num_nodes, num_locals, num_locals), np.int64)
     sent = np.zeros((num_nodes, num_locals, num_nodes), np.int64)  # by carrier
     for node in range(num_nodes):
-        loads = num_rows[node].sum(axis=1)
-        if is_divided:
-            even_out(loads, limits[node], moved[node])
-        else:
-            for local in range(num_locals):
-                moved[node, local, local] = loads[local]
+        even_out(num_rows[node].sum(axis=1), limits[node], moved[node])
     pieces = _cut_sends(num_rows, moved, sent)
     for node in range(num_nodes):
-        loads = sent[:, :, node].sum(axis=0)
-        if is_divided:
-            even_out(loads, limits[node], moved[node])
-        else:
-            for local in range(num_locals):
-                moved[node, local, local] = loads[local]
+        even_out(sent[:, :, node].sum(axis=0), limits[node], moved[node])
     return _cut_receives(pieces, moved)
 
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from fusco.core.errors import TransportError, reason_of
 from fusco.rails.connection import Connection, configure
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import Handshake, Introduction, Joining
 from fusco.rails.host import Host
-from fusco.rails.joining import Joining
 from fusco.rails.loop import READ
 
 _MAX_JOINING = 256  # connections without a complete handshake; the oldest makes room
@@ -20,19 +19,14 @@ _PAUSE_S = 0.05  # after accepting has failed, for example without descriptors l
 
 
 class Acceptor:
-    """Listeners, one a rail, and connections whose handshake is under way.
-
-    Attributes:
-        names: for each rail, IP address and port.
-        num_refused: connections that were refused: foreign, replayed or late.
-    """
+    """Listeners, one a rail, and connections whose handshake is under way."""
 
     def __init__(self, host: Host, secret: bytes, join: Callable[[Connection, Introduction], None]) -> None:
         """Listen; ``join`` is called with each connection that a peer has made. Raises ``TransportError``."""
         self._host, self._secret, self._join = host, secret, join
         self._joining: dict[Joining, float] = {}  # with their deadlines, the oldest first
         self._paused_until = 0.0
-        self.num_refused = 0
+        self.num_refused = 0  # foreign, replayed or late
         self._listeners: list[socket.socket] = []
         for rail in host.rails:
             family = socket.AF_INET6 if ":" in rail.address else socket.AF_INET
@@ -40,11 +34,11 @@ class Acceptor:
                 listener = socket.create_server((rail.address, 0), family=family, backlog=_BACKLOG)
             except OSError as error:
                 self.close()
-                raise TransportError(
-                    f"cannot listen on {rail.interface}, {rail.address}: {reason_of(error)}"
-                ) from error
+                where = f"{rail.interface}, {rail.address}"
+                raise TransportError(f"cannot listen on {where}: {reason_of(error)}") from error
             listener.settimeout(0)
             self._listeners.append(listener)
+        # For each rail, IP address and port.
         self.names = tuple((each.getsockname()[0], each.getsockname()[1]) for each in self._listeners)
 
     def start(self) -> None:
@@ -74,7 +68,9 @@ class Acceptor:
         except ConnectionError:
             return  # the client has closed it again
         except OSError:
-            self._pause()
+            for listener in self._listeners:
+                self._host.loop.forget(listener.fileno())
+            self._paused_until = time.monotonic() + _PAUSE_S
             return
         configure(accepted, defers=self._host.defers(rail))
         limits = self._host.limits
@@ -99,8 +95,3 @@ class Acceptor:
             joining.socket.close()
             return
         self._join(Connection(joining.socket, rail, peer.incarnation), peer)
-
-    def _pause(self) -> None:
-        for listener in self._listeners:
-            self._host.loop.forget(listener.fileno())
-        self._paused_until = time.monotonic() + _PAUSE_S

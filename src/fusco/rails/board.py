@@ -34,10 +34,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fusco.core.errors import SharedMemoryError, reason_of
-from fusco.rails.rail import MAX_RAILS
+from fusco.rails.rail import MAX_RAILS, Rail
 
 MAX_WORKERS = 64
 FIELDS = 8  # 64-bit fields of a cell
@@ -65,16 +64,12 @@ class WorkerRow:
     direct: int
 
 
-class NamedRail(Protocol):
+@dataclass(frozen=True)
+class NamedRail:
     """What the board keeps of a rail."""
 
-    @property
-    def interface(self) -> str:
-        """Its name, of at most 15 bytes."""
-
-    @property
-    def bits_per_s(self) -> int:
-        """Its speed; 0 if unknown."""
+    interface: str  # its name, of at most 15 bytes
+    bits_per_s: int  # its speed; 0 if unknown
 
 
 def named_path(kind: str, namespace: int) -> Path:
@@ -102,7 +97,11 @@ class Board:
         self.path = path or default_path()
         try:
             self._fd = self._open()
-            self._map = mmap.mmap(self._fd, _NUM_BYTES)
+            try:
+                self._map = mmap.mmap(self._fd, _NUM_BYTES)
+            except BaseException:
+                os.close(self._fd)
+                raise
         except OSError as error:
             raise SharedMemoryError(f"cannot open the board of rails {self.path}: {reason_of(error)}") from error
         self.fields = memoryview(self._map).cast("Q")
@@ -113,7 +112,7 @@ class Board:
             return
         with contextlib.suppress(LockHeldError), self._locked():  # a file that stays is for its next user
             self._reset_dead()
-            if not self.workers():
+            if not self.workers() and os.fstat(self._fd).st_nlink:  # else the path is another board's
                 self.path.unlink(missing_ok=True)
         self.fields.release()
         with contextlib.suppress(BufferError):  # rows still view it; it is unmapped with the last of them
@@ -131,8 +130,13 @@ class Board:
         """A number that changes whenever a worker registers or leaves."""
         return self.fields[_GENERATION]
 
-    def register(self, worker: int, direct: int, rails: Sequence[NamedRail]) -> int:
-        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken."""
+    def register(self, worker: int, direct: int, rails: Sequence[NamedRail | Rail]) -> int:
+        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails."""
+        pid = os.getpid()
+        try:
+            start = _start_time(pid)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot register on the board of rails {self.path}: {reason_of(error)}") from error
         with self._locked():
             self._reset_dead()
             rows = {each.row for each in self.workers()}
@@ -143,8 +147,7 @@ class Board:
                 offset = _RAILS + i * _RAIL_BYTES
                 self._map[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
             self._clear_cells(free)
-            pid = os.getpid()
-            for field, value in ((_START, _start_time(pid)), (_WORKER, worker), (_DIRECT, direct), (_PID, pid)):
+            for field, value in ((_START, start), (_WORKER, worker), (_DIRECT, direct), (_PID, pid)):
                 self.fields[_WORKERS + free * FIELDS + field] = value
             self._changed()
         return free
@@ -199,10 +202,11 @@ class Board:
         if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
             raise SharedMemoryError(f"{self.path} belongs to user {found.st_uid}, not to {os.geteuid()}; remove it")
         header = _HEADER.pack(_MAGIC, _VERSION, MAX_RAILS, MAX_WORKERS, FIELDS * 8)
-        if not found.st_size:
+        written = os.pread(fd, _HEADER.size, 0)
+        if found.st_size <= _NUM_BYTES and not any(written):  # new, or its maker was killed before it wrote the header
             os.posix_fallocate(fd, 0, _NUM_BYTES)
             os.pwrite(fd, header, 0)
-        elif found.st_size != _NUM_BYTES or os.pread(fd, _HEADER.size, 0) != header:
+        elif found.st_size != _NUM_BYTES or written != header:
             raise SharedMemoryError(f"{self.path} is no board of rails of version {_VERSION}; remove it")
 
     def _lock(self, fd: int, limit_s: float | None = None) -> None:

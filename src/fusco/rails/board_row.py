@@ -22,12 +22,15 @@ from fusco.rails.board import (
     Board,
     NamedRail,
 )
+from fusco.rails.rail import Rail
 
 
 class BoardRow:
     """The cells of one worker, one for each rail. Only this worker's process writes them."""
 
-    def __init__(self, board: Board, worker: int, direct: int, rails: Sequence[NamedRail], rest_s: float = 0.0) -> None:
+    def __init__(
+        self, board: Board, worker: int, direct: int, rails: Sequence[NamedRail | Rail], rest_s: float = 0.0
+    ) -> None:
         """Register the worker; raises ``SharedMemoryError`` if the board is full.
 
         Times of the last activity are set back by ``rest_s`` when nothing is under way any more, so that others need

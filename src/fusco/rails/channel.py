@@ -11,7 +11,6 @@ from typing import Any
 from fusco.core.errors import ClosedError, PeerFailureError
 from fusco.rails.buffers import as_bytes
 from fusco.rails.connection import Connection
-from fusco.rails.credits import Credits
 from fusco.rails.handshake import Introduction
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
@@ -19,7 +18,7 @@ from fusco.rails.rail_failures import RailFailures
 from fusco.rails.receive_queue import ReceiveQueue
 from fusco.rails.request import Request
 from fusco.rails.schedule import WAIT, rails_of
-from fusco.rails.scheduler import Scheduler
+from fusco.rails.scheduler import Credits, Scheduler
 from fusco.rails.send_queue import SendQueue
 from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, TOO_LARGE, Record, WireError
 
@@ -258,11 +257,7 @@ class Channel:
     def check(self, now: float, links: int) -> None:
         """Give up connections whose rail has no link or is stalled, and the channel once it was without any too long.
 
-        ``connect`` has a limit for the first connection.
-
-        Args:
-            now: seconds.
-            links: mask of the rails that have a link.
+        ``connect`` has a limit for the first connection. ``links`` is the mask of the rails that have a link.
         """
         for connection in list(self._connections.values()):
             if not links >> connection.rail & 1:

@@ -29,40 +29,24 @@ _UNACKED, _BYTES_ACKED = struct.Struct("@24xI"), struct.Struct("@120xQ")  # of s
 
 @dataclass(slots=True)
 class Posted:
-    """A chunk that was given to a connection.
+    """A chunk that was given to a connection."""
 
-    Attributes:
-        num_bytes: its bytes.
-        at_s: when.
-        is_late: whether it was found to be late.
-        has_begun: whether it is being written, or was.
-        has_passed: whether it has left the network: the kernel of the peer has it, or the peer.
-    """
-
-    num_bytes: int
-    at_s: float
-    is_late: bool = False
-    has_begun: bool = False
-    has_passed: bool = False
+    num_bytes: int  # its bytes
+    at_s: float  # when
+    is_late: bool = False  # whether it was found to be late
+    has_begun: bool = False  # whether it is being written, or was
+    has_passed: bool = False  # whether it has left the network: the kernel of the peer has it, or the peer
 
 
 class Connection:
-    """A connection of one rail: credits and chunks out, records and payloads in.
-
-    Attributes:
-        rail: its rail.
-        incarnation: counts the connections of this channel and rail.
-        outstanding: the chunks, (seq, chunk), that were given to it and not acknowledged.
-        typical_s: how long a chunk is on the network, a moving average.
-        wants_write: whether it waits for room in the socket's buffer.
-        num_bytes: bytes written and read.
-    """
+    """A connection of one rail: credits and chunks out, records and payloads in."""
 
     def __init__(self, connected: socket.socket, rail: int, incarnation: int) -> None:
+        """Take a socket; ``incarnation`` counts the connections of this channel and rail."""
         self.socket, self.rail, self.incarnation = connected, rail, incarnation
-        self.outstanding: dict[tuple[int, int], Posted] = {}
-        self.typical_s = 0.0
-        self.wants_write, self.num_bytes = False, 0
+        self.outstanding: dict[tuple[int, int], Posted] = {}  # by (seq, chunk), until the peer acknowledges them
+        self.typical_s = 0.0  # how long a chunk is on the network, a moving average
+        self.wants_write, self.num_bytes = False, 0  # waits for room in the socket's buffer; bytes written and read
         self._out: list[memoryview] = []  # the rest of what is being written: credits, or one chunk
         self._credits, self._writes_credits = bytearray(), False
         self._chunks: deque[tuple[tuple[int, int], bytes, memoryview]] = deque()
@@ -135,11 +119,7 @@ class Connection:
     def late_chunks(self, now: float, least_s: float) -> list[tuple[int, int]]:
         """Return the chunks that have become late since the last call: after several times what is typical.
 
-        A chunk that has passed is not late, although the peer may be busy.
-
-        Args:
-            now: seconds.
-            least_s: chunks are not late before.
+        That is after ``least_s`` at the earliest. A chunk that has passed is not late, although the peer may be busy.
         """
         limit_s = max(least_s, _LATE * self.typical_s)
         late = [
@@ -198,14 +178,9 @@ class Connection:
     ) -> bool:
         """Read what has come; return whether payload was among it.
 
-        Args:
-            target: gives the memory for a payload, ``None`` if it is not wanted any more.
-            take: is called with this connection, each record once its payload is complete, and whether its payload
-                was wanted.
-
-        Raises:
-            OSError: if the connection has failed or was closed.
-            WireError: for records that no peer sends.
+        ``target`` gives the memory for a payload, ``None`` if it is not wanted any more. ``take`` is called with this
+        connection, each record once its payload is complete, and whether its payload was wanted. Raises ``OSError`` if
+        the connection has failed or was closed, ``WireError`` for records that no peer sends.
         """
         budget, has_payload = _READ_BUDGET, False
         while budget > 0:

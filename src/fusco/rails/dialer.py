@@ -8,12 +8,12 @@ import socket
 import time
 from dataclasses import dataclass
 
+from fusco.core.errors import reason_of
 from fusco.rails.address import Address
 from fusco.rails.channel import Channel
 from fusco.rails.connection import Connection, bind_to, configure
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import Handshake, Introduction, Joining
 from fusco.rails.host import Host
-from fusco.rails.joining import Joining
 from fusco.rails.loop import READ, WRITE
 
 _RETRY_S = 0.05  # between attempts
@@ -46,12 +46,7 @@ class Dialer:
         self._rails = [_Rail() for _ in range(channel.num_rails)]
 
     def check(self, now: float, links: int) -> None:
-        """Begin attempts on rails that are not connected and give up late ones.
-
-        Args:
-            now: seconds.
-            links: mask of the rails that have a link.
-        """
+        """Begin attempts on rails that are not connected and give up late ones; ``links``: as of ``Channel.check``."""
         connected = self.channel.usable
         for i, rail in enumerate(self._rails):
             if rail.connecting is not None:
@@ -75,7 +70,12 @@ class Dialer:
     def _dial(self, i: int, now: float) -> None:
         rail, (host, port) = self._rails[i], self._address.rails[i]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        rail.connecting = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            rail.connecting = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:  # no descriptor is left
+            rail.next_s = now + _RETRY_S
+            self.channel.note_failure(i, reason_of(error))
+            return
         rail.incarnation, rail.deadline, rail.begun_s = rail.incarnation + 1, now + rail.limit_s, time.monotonic()
         try:
             configure(rail.connecting, defers=self._host.defers(i))

@@ -7,9 +7,10 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
-from fusco.core.errors import ClosedError, TransportError
+from fusco.core.errors import ClosedError, TransportError, reason_of
 from fusco.rails.acceptor import Acceptor
 from fusco.rails.address import Address
 from fusco.rails.board import Board
@@ -67,6 +68,7 @@ class Endpoint:
         Raises:
             ValueError: if the worker owns no rail, or for rails or a policy that cannot be.
             SharedMemoryError: if the board cannot be used.
+            TransportError: without descriptors left.
         """
         self.worker, self.rails, self.limits = worker, check_rails(rails), limits or Limits()
         direct = sum(1 << i for i, rail in enumerate(self.rails) if worker in rail.owners)
@@ -75,13 +77,6 @@ class Endpoint:
             raise ValueError(f"worker {worker} owns none of the rails; their owners are {owners}")
         chosen = policy if isinstance(policy, Policy) else policy_named(policy)
         self._timeout_s = timeout_s
-        self._board = Board(board)
-        rest_s = max(0.0, self.limits.hold_s - self.limits.release_s)
-        self._row = BoardRow(self._board, worker, direct, self.rails, rest_s)
-        self._loop = Loop(self._step, self._fail)
-        monitor = self._new_monitor(chosen)
-        self._host = Host(worker, self.rails, direct, self.limits, chosen, self._row, monitor, timeout_s, self._loop)
-        self._query = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._channels: dict[bytes, Channel] = {}
         self._dialers: dict[bytes, Dialer] = {}
         self._ended: set[bytes] = set()  # names of channels that peers may not join again
@@ -91,8 +86,22 @@ class Endpoint:
         self._error: Exception | None = None
         self._next_check = self._next_board_check = self._next_rescue = 0.0
         self._checked_s, self._clock_s = time.monotonic(), 0.0
-        if not is_polled:
-            self._loop.start(f"fusco-rails-{worker}")
+        rest_s = max(0.0, self.limits.hold_s - self.limits.release_s)
+        with ExitStack() as undo:
+            self._board = Board(board)
+            undo.callback(self._board.close)
+            self._row = row = BoardRow(self._board, worker, direct, self.rails, rest_s)
+            undo.callback(row.close)
+            try:
+                self._query = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                self._loop = loop = Loop(self._step, self._fail)
+            except OSError as error:
+                raise TransportError(f"worker {worker} cannot use rails: {reason_of(error)}") from error
+            monitor = self._new_monitor(chosen)
+            self._host = Host(worker, self.rails, direct, self.limits, chosen, row, monitor, timeout_s, loop)
+            if not is_polled:
+                loop.start(f"fusco-rails-{worker}")
+            undo.pop_all()
 
     def poll(self) -> None:
         """Progress all channels without waiting; for endpoints without a thread."""
@@ -255,6 +264,8 @@ class Endpoint:
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests: the thread has ended with an error."""
+        if isinstance(error, OSError):
+            error = TransportError(f"worker {self.worker} cannot use rails any more: {reason_of(error)}")
         self._error = error
         for channel in self._channels.values():
             channel.fail(error)

@@ -1,4 +1,4 @@
-"""Handshake of a connection, without I/O: each end proves that it knows the secret of the address.
+"""Handshake of a connection: each end proves that it knows the secret of the address.
 
 The server sends a nonce; the client answers with who it is and a tag of that and the nonce; the server replies with
 who it is and a tag of both nonces. A recorded handshake is refused, since no nonce is used twice.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _MAGIC = b"FUSCORL1"
@@ -26,27 +28,18 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What an end says of itself.
+    """What an end says of itself."""
 
-    Attributes:
-        worker: its number on its host.
-        num_rails: rails of its host.
-        chunk_bytes: bytes of its chunks.
-        channel: names the channel; the client's, 16 bytes.
-        rail: the rail of this connection; the client's.
-        incarnation: counts the client's connections of this channel and rail.
-    """
-
-    worker: int
-    num_rails: int
-    chunk_bytes: int
-    channel: bytes = bytes(CHANNEL_BYTES)
-    rail: int = 0
-    incarnation: int = 0
+    worker: int  # its number on its host
+    num_rails: int  # rails of its host
+    chunk_bytes: int  # bytes of its chunks
+    channel: bytes = bytes(CHANNEL_BYTES)  # names the channel; the client's, 16 bytes
+    rail: int = 0  # the rail of this connection; the client's
+    incarnation: int = 0  # counts the client's connections of this channel and rail
 
 
 class Handshake:
-    """One end's part: write ``greeting``, then call ``receive`` with every message of ``num_expected`` bytes."""
+    """One end's part, without I/O: write ``greeting``, then ``receive`` every message of ``num_expected`` bytes."""
 
     def __init__(self, secret: bytes, this: Introduction, *, is_server: bool) -> None:
         self._secret, self._this, self._is_server = secret, this, is_server
@@ -93,3 +86,38 @@ class Handshake:
         """Authenticate a message; ordered by role, so that no end's message can be sent back to it as its peer's."""
         nonces = (self._nonce, self._peer_nonce) if self._is_server else (self._peer_nonce, self._nonce)
         return hmac.digest(self._secret, b"".join((role, *nonces, body)), "sha256")
+
+
+class Joining:
+    """Drives a handshake over a socket that never blocks."""
+
+    def __init__(self, joining: socket.socket, handshake: Handshake, finish: Callable[[Joining, str], None]) -> None:
+        """Begin; ``finish`` is called once, with this object and why it failed, empty if it did not.
+
+        Raises ``OSError`` if the other end has closed it already.
+        """
+        self.socket, self.handshake = joining, handshake
+        self._finish, self._received = finish, bytearray()
+        if handshake.greeting:
+            joining.send(handshake.greeting, socket.MSG_NOSIGNAL)  # the buffer of a new socket holds it
+
+    def on_event(self, _events: int) -> None:
+        """Read, answer, and finish when the handshake is complete or has failed."""
+        try:
+            while self.handshake.peer is None:
+                piece = self.socket.recv(self.handshake.num_expected - len(self._received))
+                if not piece:
+                    self._finish(self, "the other end closed the connection")
+                    return
+                self._received += piece
+                if len(self._received) == self.handshake.num_expected:
+                    message = bytes(self._received)
+                    self._received.clear()
+                    if answer := self.handshake.receive(message):
+                        self.socket.send(answer, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return
+        except (OSError, RefusedError) as error:
+            self._finish(self, getattr(error, "strerror", None) or str(error))
+            return
+        self._finish(self, "")

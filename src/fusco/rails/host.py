@@ -14,29 +14,17 @@ from fusco.rails.schedule import Policy
 
 @dataclass(frozen=True)
 class Host:
-    """What all channels of an endpoint share.
+    """What all channels of an endpoint share."""
 
-    Attributes:
-        worker: this worker.
-        rails: the rails of this host.
-        direct: mask of this worker's.
-        limits: bounds.
-        policy: the use of rails.
-        row: this worker's row of the board.
-        monitor: which rails are idle.
-        timeout_s: the limit of a wait.
-        loop: the endpoint's thread.
-    """
-
-    worker: int
-    rails: tuple[Rail, ...]
-    direct: int
-    limits: Limits
-    policy: Policy
-    row: BoardRow
-    monitor: Monitor
-    timeout_s: float
-    loop: Loop
+    worker: int  # this worker
+    rails: tuple[Rail, ...]  # the rails of this host
+    direct: int  # mask of this worker's
+    limits: Limits  # bounds
+    policy: Policy  # the use of rails
+    row: BoardRow  # this worker's row of the board
+    monitor: Monitor  # which rails are idle
+    timeout_s: float  # the limit of a wait
+    loop: Loop  # the endpoint's thread
 
     def defers(self, rail: int) -> bool:
         """Return whether this worker's traffic on a rail asks for a lower network priority."""

@@ -21,11 +21,9 @@ class Loop:
     """
 
     def __init__(self, step: Callable[[float], float], fail: Callable[[Exception], None]) -> None:
-        """Make the loop.
+        """Make the loop, which calls ``step`` after all events with the time.
 
-        Args:
-            step: is called after all events with the time; returns the seconds until it must be called again.
-            fail: is called with an error that is no socket's; the loop then ends.
+        It returns the seconds until it must be called again. ``fail`` gets an error that is no socket's; the loop ends.
         """
         self._step, self._fail = step, fail
         self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -83,9 +83,7 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
     if not found:
         raise ValueError("this host has no interface that is up and has an address, except the loopback device")
     owners = owners_of(len(found), len(found) if num_workers is None else num_workers)
-    return check_rails(
-        [Rail(name, address, of_it, _bits_per_s(name)) for (name, address), of_it in zip(found, owners, strict=True)]
-    )
+    return check_rails([Rail(*names, of_it, _bits_per_s(names[0])) for names, of_it in zip(found, owners, strict=True)])
 
 
 def owners_of(num_rails: int, num_workers: int) -> list[tuple[int, ...]]:

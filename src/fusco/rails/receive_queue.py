@@ -48,16 +48,14 @@ class ReceiveQueue:
         """Return the memory for a record's payload, ``None`` if the chunk has arrived before.
 
         Asked again before each part of a payload is read: as soon as another rail has brought the chunk, the memory
-        may belong to the caller again.
-
-        Raises:
-            WireError: if no peer sends such a record.
+        may belong to the caller again. Raises ``WireError`` if no peer sends such a record.
         """
         index, chunk = record.seq - self._first, record.slot
         if index < 0:
             return None
         if index >= len(self._receives):
-            raise WireError(f"a chunk of message {record.seq} has come, but only {self._next_seq} were granted")
+            num_granted = self._first + len(self._receives)
+            raise WireError(f"a chunk of message {record.seq} has come, but only {num_granted} were granted")
         incoming = self._receives[index]
         if incoming.num_bytes < 0:
             self._check_first(record, incoming)
@@ -102,10 +100,6 @@ class ReceiveQueue:
         self.num_begun = 0
         while self._receives:
             self._receives.popleft().request.finish(0, error)
-
-    @property
-    def _next_seq(self) -> int:
-        return self._first + len(self._receives)
 
     def _check_first(self, record: Record, incoming: _Incoming) -> None:
         """Take the size of a message from its first chunk."""

@@ -17,15 +17,8 @@ class Request:
     """
 
     __slots__ = (
-        "_error",
-        "_finished",
-        "_num_bytes",
-        "_on_done",
-        "_timed_out",
-        "_timeout_s",
-        "finished_s",
-        "seq",
-        "verb",
+        *("_error", "_finished", "_num_bytes", "_on_done", "_timed_out", "_timeout_s"),
+        *("finished_s", "seq", "verb"),
     )
 
     def __init__(

@@ -17,21 +17,13 @@ WAIT = -1  # no rail may take a chunk now
 
 @dataclass(slots=True)
 class View:
-    """What a sender knows when it schedules a chunk. Sets of rails are bit masks: bit i is rail i.
+    """What a sender knows when it schedules a chunk. Sets of rails are bit masks: bit i is rail i."""
 
-    Attributes:
-        direct: rails that the sender owns.
-        usable: rails with a connection to the peer.
-        idle: rails idle on both hosts; indirect rails outside it are busy.
-        outstanding: for each rail, chunks of this channel that the peer has not acknowledged.
-        borrowed: for each rail, borrowed chunks outstanding that count towards the bound.
-    """
-
-    direct: int
-    usable: int
-    idle: int
-    outstanding: list[int]
-    borrowed: list[int]
+    direct: int  # rails that the sender owns
+    usable: int  # rails with a connection to the peer
+    idle: int  # rails idle on both hosts; indirect rails outside it are busy
+    outstanding: list[int]  # for each rail, chunks of this channel that the peer has not acknowledged
+    borrowed: list[int]  # for each rail, borrowed chunks outstanding that count towards the bound
 
 
 @dataclass(frozen=True)
@@ -57,20 +49,6 @@ class Policy:
     heeds_receiver: bool = True
     monitored: bool = True
     refreshes: bool = True
-
-
-def select(view: View, limits: Limits, policy: Policy) -> int:
-    """Return the rail for the next chunk, or ``WAIT``.
-
-    Rail 0 is direct and has two chunks outstanding, rail 1 is idle, the owner of rail 2 uses it:
-
-    >>> view = View(direct=0b001, usable=0b111, idle=0b010, outstanding=[2, 0, 0], borrowed=[0, 0, 0])
-    >>> select(view, Limits(), POLICIES["fuselink"]), select(view, Limits(), POLICIES["direct"])
-    (1, 0)
-    >>> select(View(0b001, 0b111, 0b010, [4, 0, 0], [0, 2, 0]), Limits(), POLICIES["fuselink"]) == WAIT
-    True
-    """
-    return policy.choose(view, limits)
 
 
 @lru_cache(maxsize=4096)
@@ -109,6 +87,14 @@ def _choose_any(view: View, limits: Limits) -> int:
 
 
 def _choose_fuselink(view: View, limits: Limits) -> int:
+    """Rail 0 is direct and has two chunks outstanding, rail 1 is idle, the owner of rail 2 uses it.
+
+    >>> view = View(direct=0b001, usable=0b111, idle=0b010, outstanding=[2, 0, 0], borrowed=[0, 0, 0])
+    >>> _choose_fuselink(view, Limits()), _choose_direct(view, Limits())
+    (1, 0)
+    >>> _choose_fuselink(View(0b001, 0b111, 0b010, [4, 0, 0], [0, 2, 0]), Limits()) == WAIT
+    True
+    """
     direct = view.direct & view.usable
     if not direct:
         return _without_direct(view, limits)

@@ -1,14 +1,15 @@
-"""Scheduler of one channel: keeps what ``select`` needs to know, and counts borrowed chunks on the board."""
+"""Scheduler of one channel, which counts borrowed chunks on the board, and the credits for that of the peer."""
 
 from __future__ import annotations
 
 from time import monotonic_ns
 
 from fusco.rails.board_row import BoardRow
+from fusco.rails.host import Host
 from fusco.rails.limits import Limits
 from fusco.rails.monitor import Monitor
-from fusco.rails.schedule import WAIT, Policy, View, rails_of, select
-from fusco.rails.wire import is_newer
+from fusco.rails.schedule import WAIT, Policy, View, rails_of
+from fusco.rails.wire import EPOCHS, Record, is_newer
 
 
 class Batch:
@@ -55,7 +56,7 @@ class Scheduler:
         if self._batch.is_over():
             self._refresh()
         view = self.view
-        while (rail := select(view, self._limits, self._policy)) != WAIT:
+        while (rail := self._policy.choose(view, self._limits)) != WAIT:
             if view.direct >> rail & 1:
                 break
             if self._row.take(rail, self._bound):
@@ -95,3 +96,23 @@ class Scheduler:
         count = self._row.borrowed if self._policy.bound == "rail" else self._row.borrowed_by_this
         for rail in rails_of(view.usable & ~view.direct):
             view.borrowed[rail] = count(rail)
+
+
+class Credits:
+    """Makes the credits of one channel: acknowledgements and grants, each with the rails that are idle at this end.
+
+    Idle rails are looked up anew for every batch of credits.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._monitor = host.monitor
+        self._epoch, self._idle, self._batch = 0, 0, Batch(host.limits, host.policy)
+
+    def make(self, kind: int, seq: int, size: int, slot: int = 0) -> Record:
+        """Return the next credit."""
+        if self._batch.is_over():
+            self._idle = self._monitor.idle_to_receive()
+            self._batch.begin()
+        self._batch.count()
+        self._epoch = (self._epoch + 1) % EPOCHS
+        return Record(seq, size, slot, self._idle, self._epoch, kind)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 RECORD_BYTES = 32
 MAGIC = 0xF5C1
 _RECORD = struct.Struct("<QQIIIHH")
-_EPOCHS = 1 << 32
+EPOCHS = 1 << 32
 
 DATA = 1  # a chunk follows
 GRANT = 2  # a receive is posted: a buffer of `size` bytes for message `seq`
@@ -73,4 +73,4 @@ def is_newer(epoch: int, than: int) -> bool:
     >>> is_newer(3, 2), is_newer(2, 2), is_newer(1, 2**32 - 1)
     (True, False, True)
     """
-    return 0 < (epoch - than) % _EPOCHS < _EPOCHS // 2
+    return 0 < (epoch - than) % EPOCHS < EPOCHS // 2

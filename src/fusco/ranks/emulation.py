@@ -22,9 +22,7 @@ _NETWORK = {
 def emulated_network(topology: Topology, inherited: Mapping[str, str]) -> list[dict[str, str]]:
     """Return each rank's environment variables, by which ranks of different nodes communicate over the network only.
 
-    Args:
-        topology: the nodes of the ranks. With one node there is nothing to set.
-        inherited: the environment that the processes inherit; its variables take precedence, and are not set.
+    With one node there is nothing to set. Variables of the ``inherited`` environment take precedence, and are not set.
 
     >>> [variables["NCCL_HOSTID"] for variables in emulated_network(Topology((0, 0, 1, 1)), {})]
     ['fusco-node-0', 'fusco-node-0', 'fusco-node-1', 'fusco-node-1']

@@ -160,15 +160,10 @@ def _runs(transfers: Transfers, holder: IntArray | None = None, stage: IntArray 
 
 
 def _differ(name: str, found: IntArray, what: str, expected: IntArray) -> Iterator[str]:
-    only_found = sorted(set(map(tuple, found.tolist())) - set(map(tuple, expected.tolist())))
-    only_expected = sorted(set(map(tuple, expected.tolist())) - set(map(tuple, found.tolist())))
-    for is_extra, rows in ((True, only_found), (False, only_expected)):
-        for src, dst, _, _, first, end in rows:
-            states = f"{name} has bytes {first} to {end} of rank {src}'s message to rank {dst}"
-            yield (
-                f"{states}, not in {what}"
-                if is_extra
-                else f"{name} lacks bytes {first} to {end} of that from {src} to {dst} in {what}"
-            )
-    if not only_found and not only_expected and len(found) != len(expected):
+    found_runs, expected_runs = set(map(tuple, found.tolist())), set(map(tuple, expected.tolist()))
+    for src, dst, _, _, first, end in sorted(found_runs - expected_runs):
+        yield f"{name} has bytes {first} to {end} of rank {src}'s message to rank {dst}, not in {what}"
+    for src, dst, _, _, first, end in sorted(expected_runs - found_runs):
+        yield f"{name} lacks bytes {first} to {end} of that from {src} to {dst} in {what}"
+    if found_runs == expected_runs and len(found) != len(expected):
         yield f"{name} has {len(found)} runs of bytes, some of them twice, for {len(expected)} in {what}"

@@ -39,8 +39,11 @@ class Links:
     lane_links: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.latency_us >= 0 and self.internode_gbs > 0 and self.intranode_gbs > 0):
-            raise ValueError(f"latency must not be negative and bandwidths must be above zero, got {self}")
+        if not self.latency_us >= 0:
+            raise ValueError(f"latency_us must not be negative, got {self.latency_us}")
+        for name in ("internode_gbs", "intranode_gbs"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above zero, got {getattr(self, name)}")
 
     def internode_us(self, num_bytes: float) -> float:
         """Return the time of a rank's bytes between nodes, without latency."""

@@ -10,13 +10,9 @@ import torch
 def balance_loss(router_logits: Sequence[torch.Tensor], num_topk: int) -> torch.Tensor:
     """Return the mean over layers of ``num_experts`` times the sum over experts of (row share) * (mean probability).
 
-    It is 1 if tokens or probabilities are spread evenly, and ``num_experts / num_topk`` if all tokens choose the same
-    experts with probability 1. The corresponding function in transformers treats all layers as one; their sum may be
-    even although no layer is.
-
-    Args:
-        router_logits: (num_tokens, num_experts) for each layer.
-        num_topk: experts per token (top-k).
+    ``router_logits`` are (num_tokens, num_experts) for each layer. The loss is 1 if tokens or probabilities are spread
+    evenly, and ``num_experts / num_topk`` if all tokens choose the same experts with probability 1. The corresponding
+    function in transformers treats all layers as one; their sum may be even although no layer is.
 
     Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 

@@ -38,11 +38,7 @@ def byte_model(*, num_layers: int, hidden: int, num_experts: int, num_topk: int,
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A training run.
-
-    Raises:
-        ValueError: for values that do not fit together.
-    """
+    """A training run; ``ValueError`` for values that do not fit together."""
 
     shape: Qwen3Shape  # of the model
     device: Literal["cpu", "cuda"] = "cpu"  # ``"cpu"``, or ``"cuda"`` with one rank per GPU

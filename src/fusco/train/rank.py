@@ -121,9 +121,8 @@ def _record(
     dist.all_gather(gathered, local)
     ranks = torch.stack(gathered)
     slowest_s = float(ranks[:, 0].max())
-    mean_ms = {
-        f"{section}_ms": round(s * 1e3, 4) for section, s in zip(SECTIONS, ranks.mean(0)[1:].tolist(), strict=True)
-    }
+    means_s = ranks.mean(0)[1:].tolist()
+    mean_ms = {f"{section}_ms": round(s * 1e3, 4) for section, s in zip(SECTIONS, means_s, strict=True)}
     return StepRecord(
         dispatcher=name,
         step=index,

@@ -65,18 +65,12 @@ class RunRecord(Measurement):
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a run with one dispatcher.
+    """Result of a run with one dispatcher."""
 
-    Attributes:
-        steps: all of them.
-        num_parameters: of the whole model.
-        peak_memory_bytes: on rank 0's GPU.
-        routing: of the last step, (tokens of all ranks by rank, num_layers, num_topk), if recorded.
-    """
-
-    steps: list[StepRecord]
-    num_parameters: int
-    peak_memory_bytes: int
+    steps: list[StepRecord]  # all of them
+    num_parameters: int  # of the whole model
+    peak_memory_bytes: int  # on rank 0's GPU
+    # of the last step, (tokens of all ranks by rank, num_layers, num_topk), if recorded
     routing: npt.NDArray[np.integer[Any]] | None
 
 

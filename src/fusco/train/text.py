@@ -18,8 +18,7 @@ _FACTOR, _NUM_SEEDS = 1_000_003, 2**63  # PyTorch's generators take no more than
 def load_text(job: TrainingJob) -> torch.Tensor:
     """Read a job's text, uint8 (num_bytes,): its files in order of their paths, the same in every process.
 
-    Raises:
-        ValueError: if there is no such text, or less of it than one step of all ranks reads.
+    Raises ``ValueError`` if there is no such text, or less of it than one step of all ranks reads.
     """
     text = bytearray()
     for path in _python_sources() if job.text is None else _files_of(job.text):

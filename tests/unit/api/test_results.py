@@ -95,3 +95,21 @@ def test_counts_on_the_host_and_rows_that_are_missing(comm):
     cut = comm.dispatch(torch.zeros(2, 1), IDS, static=fusco.StaticRows(2, on_overflow="drop"))
     assert (cut.num_rows_needed > len(cut.rows)).tolist() == [True]
     assert cut.num_rows_per_expert_on_host.tolist() == [1, 1]
+
+
+def test_the_compiler_calls_verbs_and_does_not_trace_them(comm):
+    def layer(x):
+        sent = comm.dispatch(2 * x, IDS, WEIGHTS)
+        return 3 * comm.combine(sent.rows + 1, sent.handle)
+
+    x = torch.ones(2, 1, requires_grad=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    out = torch.compile(layer, backend="eager")(x)
+    out.sum().backward()
+    assert out.tolist() == layer(x).tolist()
+    assert x.grad.tolist() == [[30.0], [3.0]]
+    traced = torch._dynamo.utils.counters["frames"]["total"]
+    assert traced <= 30, (
+        f"{traced} functions were traced: more than the layer, its parts after verbs, and their wrappers"
+    )

@@ -21,9 +21,8 @@ import torch
 from fusco import ExpertPlacement, Settings, Topology
 from fusco.bench.shuffle_factory import ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Pattern, Workload
+from fusco.bench.traffic import Pattern, Workload, WorldInput
 from fusco.bench.verification import verify
-from fusco.bench.world_input import WorldInput
 from fusco.integrations import deep_ep_buffer, elastic_buffer
 
 NUM_RANKS, NUM_EXPERTS = 2, 6

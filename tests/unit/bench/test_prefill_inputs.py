@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.bench.prefill import variants
-from fusco.bench.prefill.batches import describe, prompt_lengths
 from fusco.bench.prefill.gate import LAYER_LIMITS, Deviation, compare_layer, compare_logits, relative_error
 from fusco.bench.prefill.iterations import CallClock, Iteration, measure, outliers
 from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
 from fusco.bench.prefill.records import Case, Measured, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
+from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.bench.stopwatch import SectionTimer
 from fusco.cli import bench_prefill
 from fusco.cli.main import app
@@ -67,7 +67,7 @@ def test_a_rank_has_a_prompt_however_few_its_tokens(tokens):
 def test_other_batches_are_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         prompt_lengths(batch, 64, 2)
-    assert describe("4", prompt_lengths("4", 64, 2)) == "4 x 16"
+    assert describe_prompts("4", prompt_lengths("4", 64, 2)) == "4 x 16"
 
 
 def test_the_trace_is_replayed_layer_by_layer_from_another_token_on_each_rank():

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fusco import ExpertPlacement, Settings, Topology
-from fusco.bench.core_times import CoreTimes
 from fusco.bench.links import InternodePeaks, LinkPeaks
 from fusco.bench.results import gains_of, summarize
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
+from fusco.bench.stopwatch import CoreTimes
 from fusco.bench.traffic import Pattern, Workload
 from fusco.core.profile import CallProfile
 

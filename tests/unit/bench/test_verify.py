@@ -3,9 +3,8 @@
 import torch
 
 from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import Pattern, Workload
+from fusco.bench.traffic import Pattern, Workload, WorldInput
 from fusco.bench.verification import verify
-from fusco.bench.world_input import WorldInput
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology

@@ -109,7 +109,7 @@ def test_what_is_refused(tmp_path):
         done = run("schedule", "--file", str(path))
         assert isinstance(done.exception, ValueError)
         assert message in str(done.exception)
-    assert "bandwidths must be above zero" in str(run("schedule", "--internode-gbs", "0").exception)
+    assert "internode_gbs must be above zero, got 0.0" in str(run("schedule", "--internode-gbs", "0").exception)
 
 
 @pytest.mark.parametrize("arguments", [["--nodes", "257"], ["--largest", str(2**63 - 1)]])

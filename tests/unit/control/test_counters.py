@@ -1,5 +1,6 @@
 """A wait for counters ends with the counters, with a socket, or soon."""
 
+import ctypes
 import socket
 import statistics
 import threading
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from fusco.control import counters, repeated_record
 from fusco.control.counters import CounterWait, no_counters, readable, warm_up_counters, writable
 from fusco.control.flags import Flags
+from fusco.control.machine_calls import address_of, yield_words
 from fusco.control.status_server import StatusServer
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
@@ -48,6 +51,24 @@ def looks(wait, *args, **options):
         look(*args, **options)
         times.append(time.monotonic() - began)
     return times
+
+
+def test_spins_on_a_busy_core_end_before_the_next_look_for_dead_ranks(memory):
+    """By their numbers of yields they would take half a second, and one."""
+    yields = []
+    busy = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: yields.append(time.sleep(0.005)) or 0)  # as sched_yield takes there
+    busy_core = address_of(busy)
+    wait, record = CounterWait(), np.zeros(repeated_record._NUM_WORDS + 1, np.int64)
+    wait._words[counters._YIELD] = busy_core
+    record[repeated_record._NUM_LOCAL], record[-1] = 1, memory.data_ptr()
+    record[repeated_record._YIELD : -1] = [busy_core, *yield_words()[1:]]
+    for spin in (
+        lambda: wait.spin(counters_of(memory, 1), [], is_any=False),
+        lambda: repeated_record._wait_for(record, len(record) - 1, 0, 1),
+    ):
+        yields.clear()
+        spin()
+        assert 1 < len(yields) < 7
 
 
 @pytest.mark.parametrize(("is_any", "values"), [(False, (3, 0)), (True, (3, 9)), (True, (9, 0))])

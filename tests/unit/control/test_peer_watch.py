@@ -118,3 +118,18 @@ def test_ranks_of_other_machines_are_told_of_a_closed_connection(ranks):
     watched.seconds_to_release(theirs.close)
     assert ranks.others[1].failure_report.reason == "rank 1 is dead or has left: its connection is closed"
     ours.close()
+
+
+def test_a_rank_both_dead_and_disconnected_is_named_once(ranks):
+    ours, theirs = socket.socketpair()
+    watched = Watched(ranks)
+    watched.watchdog.add_connections({1: ours.fileno()})
+
+    def end():
+        ranks.kill(1)
+        theirs.close()
+
+    watched.seconds_to_release(end)
+    reason = f"rank 1 (pid {ranks.peers[1].pid}) is dead"
+    assert ranks.others[1].failure_report == FailureReport((1,), reason, found_by=0, has_left=True)
+    ours.close()

@@ -41,6 +41,22 @@ def test_all_its_memory_is_reserved():
         assert status.st_blocks * 512 >= 3 << 20
 
 
+def test_memory_is_reserved_in_calls_that_end_between_the_signals_of_a_timer(monkeypatch):
+    """Kernels that let any signal interrupt a call undo all of it, so a call for a large segment would never end."""
+    calls, reserve = [], os.posix_fallocate
+
+    def reserve_if_quick(fd, first, num_bytes):
+        assert num_bytes <= 4 << 20, "a signal comes meanwhile, each time"
+        reserve(fd, first, num_bytes)
+        calls.append((first, num_bytes))
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_if_quick)
+    with SharedSegment.create((9 << 20) + 5) as segment:
+        assert os.fstat(segment.address.fd).st_size == (9 << 20) + 5
+        assert os.fstat(segment.address.fd).st_blocks * 512 >= 9 << 20
+    assert [first for first, _ in calls[1:]] == [first + num_bytes for first, num_bytes in calls[:-1]]
+
+
 @pytest.mark.parametrize(("num_bytes", "num_ranks"), [(1 << 50, 1), (1 << 42, 256)])
 def test_too_large_a_segment_says_what_is_needed_and_what_is_free(num_bytes, num_ranks):
     with pytest.raises(SharedMemoryError) as caught:

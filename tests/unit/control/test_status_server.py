@@ -29,6 +29,24 @@ def peer():
         yield peer
 
 
+def test_a_rank_outside_a_communicator_says_in_which_call_of_another_one_it_is():
+    siblings: set[StatusServer] = set()
+    with (
+        closing(StatusServer("secret", HOST, siblings)) as one,
+        closing(StatusServer("other", HOST, siblings)) as other,
+    ):
+        one.note(1, "Communicator", "")
+        assert one.status.elsewhere == ""
+        other.note(3, "dispatch #3", "records of node 0")
+        assert (one.status.operation, one.status.elsewhere) == ("Communicator", "dispatch #3")
+        one.note(2, "combine #2", "start")
+        assert one.status.elsewhere == ""
+        one.note(2, "combine #2", "")
+        other.note(3, "dispatch #3", "")
+        assert one.status.elsewhere == ""
+    assert not siblings
+
+
 @pytest.fixture
 def deaf():
     """A server that accepts connections, as the kernel does for a stopped process, but never answers."""

@@ -164,6 +164,11 @@ def test_ranks_waited_for_are_blamed_if_none_is_late(ranks):
     assert "rank 1 is in combine #5, phase 'producing sums', for " in error.reason
 
 
+def test_ranks_at_fault_are_named_once_and_in_order(ranks):
+    stall = Stall("reuse of shared memory", (3, 0, 1, 3), "the previous call's end", "none")
+    assert failure_of(ranks.watchdog(), stall)[0].peers == (1, 3)
+
+
 def test_a_rank_that_waits_for_its_local_device_blames_no_rank(ranks):
     error, _ = failure_of(ranks.watchdog(), LOCAL_DEVICE)
     assert (error.peers, error.has_left) == ((), False)
@@ -493,6 +498,18 @@ def test_a_check_names_ranks_that_have_left_or_whose_connection_is_closed(ranks)
     error, _ = error_of_check(watchdog)
     assert error.peers == (1, 2)
     assert error.reason == "rank 1 is dead or has left: its connection is closed; rank 2 left its communicator"
+    ours.close()
+
+
+def test_a_check_names_a_rank_once_that_is_dead_and_has_left_and_is_disconnected(ranks):
+    ours, theirs = socket.socketpair()
+    watchdog = ranks.watchdog()
+    watchdog.add_connections({1: ours.fileno()})
+    leaves(ranks)
+    ranks.kill(1)
+    theirs.close()
+    assert error_of_check(watchdog)[0].peers == (1,)
+    assert ranks.others[2].failure_report.peers == (1,)
     ours.close()
 
 

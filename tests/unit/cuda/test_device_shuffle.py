@@ -125,8 +125,8 @@ class Engine(CudaEngine):
     "call",
     [
         lambda engine, _: engine.prepare_shuffle(REQUEST, Call(1, CallProfile())).run([(0, 0, 0, 0)] * 2),
-        lambda engine, segments: engine.gather_send(segments, 1),
-        lambda engine, segments: engine.scatter_recv(segments, 1),
+        lambda engine, segments: engine.stream("gather_send to rank 1", {1: segments}, {}),
+        lambda engine, segments: engine.stream("scatter_recv from rank 1", {}, {1: segments}),
     ],
     ids=["shuffle", "gather_send", "scatter_recv"],
 )

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from emulator import EmulatedLibrary, Emulator, is_available
-from simulated_device import Machine
-from simulated_nodes import Rank, World
-from test_internode import PAYLOADS, Play, Scene
+from emulated_scenes import EPOCHS, Emulated, EmulatedPlay
+from emulator import is_available
+from scenes import PAYLOADS, Play, Scene
+from simulated_nodes import Rank
 
 from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
@@ -49,38 +49,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def as_many_blocks_as_for_many_tokens(monkeypatch):
     monkeypatch.setattr(plan_kernel, "plan_shape", lambda num_pairs: (512, -(-num_pairs // 8)))
-
-
-class Emulated:
-    """Worlds whose kernels are emulated."""
-
-    def __init__(self, folder, order: int, patience: int = 1) -> None:
-        self.machine = Machine(order)
-        self.machine.processor = self._emulator = Emulator(folder, order, patience)
-        self._order = order
-
-    def world(
-        self,
-        layout: DeviceLayout,
-        placement: ExpertPlacement,
-        num_sms: int | None = None,
-        max_resident: int | None = None,
-    ) -> World:
-        """Devices of a few multiprocessors; a grid never has more blocks at once, or than ``max_resident``."""
-        machine, emulator, sms = self.machine, self._emulator, num_sms or 1 + self._order % 4
-        return World(layout, placement, machine, lambda: EmulatedLibrary(machine, emulator, sms, max_resident))
-
-
-class EmulatedPlay(Play):
-    """A play whose kernels are emulated."""
-
-    def __init__(self, scene: Scene, folder, **sizes: int) -> None:
-        super().__init__(scene)
-        self._folder, self._sizes = folder, sizes
-
-    def run(self, order: int) -> Any:
-        world = Emulated(self._folder, order).world(self.scene.layout, self.scene.placement, **self._sizes)
-        return world.run(self._on_rank)
 
 
 def play(scene: Scene, folder, order: int = 0, **sizes: int) -> None:
@@ -162,7 +130,6 @@ def test_few_rows_are_spread_over_all_blocks_of_which_any_may_be_resident(folder
 
 
 NUM_EXPERTS, NUM_TOPK, NUM_TOKENS = 6, 3, 40
-EPOCHS = [1, 2, 3]  # PLAN_EPOCH, ROWS_EPOCH and COMBINE_EPOCH of comm.cuh
 
 
 class Repeated:

@@ -11,8 +11,9 @@ import torch
 from simulated_device import Event, Machine, Stream
 
 from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
+from fusco.core.errors import TransportError
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.device_plan import DevicePlan
+from fusco.cuda.device_plan import DevicePlan, capture_number
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
@@ -158,6 +159,20 @@ def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, 
 
 
 @VERBS
+def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read_it(streams: CpuSegmentChannels, verb):
+    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+    plan.stream = streams.callers.cuda_stream
+    streams.current = streams.others
+    verb(engine, plan, rows, Launch())
+    copies = plan.slices(1)  # as that call made them
+    streams.current = streams.callers
+    verb(engine, plan, rows, Launch())
+    for held in copies:
+        for tensor in held.tensors:
+            assert streams.reads(tensor) == {streams.callers.cuda_stream}
+
+
+@VERBS
 def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentChannels, verb):
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     requested = [plan.slot_weights, plan.slot_to_k]
@@ -171,8 +186,11 @@ def made_of(plan: InternodePlan) -> list[torch.Tensor]:
     return [plan.slot_weights, plan.slot_to_k, *(held.row_to_slots for held in plan.slices(1))]
 
 
-def capturing(is_capturing: bool):
-    return mock.patch("fusco.cuda.device_plan.is_capturing", return_value=is_capturing)
+def capturing(number: int):
+    """Let the current stream be in a capture of this number; 0 for none."""
+    return mock.patch.multiple(
+        "fusco.cuda.device_plan", is_capturing=lambda: bool(number), capture_number=lambda: number
+    )
 
 
 def are_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[bool]:
@@ -182,30 +200,63 @@ def are_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> list[bool]
 
 def test_what_a_graph_makes_of_an_earlier_plan_is_not_kept():
     plan = plan_of_rank_0()
-    with capturing(True):
+    with capturing(1):
         captured = made_of(plan)
         assert not any(are_same(captured, made_of(plan)))
-    with capturing(False):
+    with capturing(0):
         later = made_of(plan)
         assert not any(are_same(captured, later))
         assert all(are_same(later, made_of(plan)))
-    with capturing(True):
+    with capturing(1):
         assert all(are_same(later, made_of(plan)))  # the handle keeps it
 
 
 def test_what_is_made_of_a_graphs_plan_is_kept_in_the_graph_alone():
     plan = plan_of_rank_0()
-    plan.is_captured = True
-    with capturing(True):
+    plan.capture = 1
+    with capturing(1):
         captured = made_of(plan)
         assert all(are_same(captured, made_of(plan)))
-    with capturing(False):
+    with capturing(0):
         made_of(plan)
         assert plan.weights is not None
         plan.weights.fill_(5)  # by the next replay
         plan.row_to_slots.fill_(1)
         assert plan.slot_weights.tolist() == [0, 5, 0, 0]
         assert all((held.row_to_slots == 1).all() for held in plan.slices(1))
+
+
+def test_what_another_graph_makes_of_a_graphs_plan_is_not_kept():
+    """A third graph may be replayed without it, and would read what it made of an earlier replay of the first."""
+    plan = plan_of_rank_0()
+    plan.capture = 1
+    with capturing(2):
+        of_second = made_of(plan)
+    with capturing(3):
+        assert not any(are_same(of_second, made_of(plan)))
+    with capturing(1):
+        of_first = made_of(plan)
+        assert not any(are_same(of_second, of_first))
+        assert all(are_same(of_first, made_of(plan)))
+
+
+def test_a_capture_is_told_from_others_by_the_drivers_number():
+    """Only the driver is simulated, which needs a GPU."""
+    driver = mock.Mock(CUstream=lambda handle: ("stream", handle))
+    driver.cuStreamGetCaptureInfo.return_value = (0, "active", 17, "graph", [], [], 0)
+    with (
+        mock.patch.dict("sys.modules", {"cuda.bindings": mock.Mock(driver=driver)}),
+        mock.patch("fusco.cuda.device_plan.is_capturing", return_value=True),
+        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=5)),
+    ):
+        assert capture_number() == 17
+        driver.cuStreamGetCaptureInfo.assert_called_with(("stream", 5))
+        refused = mock.MagicMock(__int__=lambda _: 900)
+        refused.name = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
+        driver.cuStreamGetCaptureInfo.return_value = (refused, None, None, None, None, None, 0)
+        with pytest.raises(TransportError, match="could not be identified: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+            capture_number()
+    assert capture_number() == 0
 
 
 def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from emulated_scenes import Emulated
 from emulator import is_available
+from scenes import Play, Scene, made_on
 from simulated_nodes import Rank, SimulatedWatch
-from test_emulated_kernels import Emulated
-from test_internode import Play, Scene, made_on
 
 from comparison import assert_same_bits
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding

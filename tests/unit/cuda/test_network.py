@@ -42,7 +42,7 @@ class Nccl:
 
 
 class Watchdog:
-    has_failed_rank = False
+    has_failed_rank = has_departed_rank = False
 
     def wait_until(self, is_ready, stall) -> None:
         raise AssertionError("unexpected wait")
@@ -151,6 +151,15 @@ def test_a_rank_that_leaves_as_the_last_message_is_done_is_nothing_to_a_guard():
         scene.nccl_watchdog.watch(has_left.is_set, stall_of("slice 0"))
         assert has_looked.wait(SLACK_S)
         assert scene.is_untouched
+
+
+def test_what_comes_within_a_second_after_a_rank_has_left_is_not_given_up():
+    with closing(Scene(NO_LIMIT_S)) as scene:
+        scene.watch("slice 0", done_after_s=0.5)
+        scene.watch("slice 1", NO_LIMIT_S)
+        scene.watchdog.has_departed_rank = True  # it says so, and then closes its connections
+        scene.watchdog.has_failed_rank = True
+        assert 1.0 <= scene.gave_up_on("slice 1") < 1.0 + SLACK_S
 
 
 def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():

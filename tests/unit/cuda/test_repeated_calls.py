@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from repeated_rig import (
@@ -31,9 +33,11 @@ from fusco import (
     RejectedInputError,
     RowOverflowError,
 )
-from fusco.control.machine_calls import libc_address
+from fusco.control.machine_calls import address_of, libc_address
+from fusco.cuda.kernels import repeated_launches
+from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
-from fusco.cuda.kernels.repeated_launches import NativeCall, RepeatedLaunches
+from fusco.cuda.kernels.repeated_launches import NOT_REPORTED, NativeCall, RepeatedLaunches
 
 
 @pytest.mark.parametrize("no_bound", [False, True], indirect=True)
@@ -149,6 +153,16 @@ def test_the_call_that_fails_is_named_among_many():
     ]
     RepeatedLaunches(calls, 1, 0, 0).launch(0)
     assert named == [(299, 13)]
+
+
+def test_a_wait_for_a_report_on_a_busy_core_ends_before_the_next_look_for_dead_ranks():
+    yields = []
+    busy = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: yields.append(time.sleep(0.005)) or 0)  # as sched_yield takes there
+    report = np.zeros(ctypes.sizeof(Report) // 8, np.int64)
+    launches = RepeatedLaunches([], 1, 0, report.ctypes.data)
+    launches._words[repeated_launches._YIELD] = address_of(busy)
+    assert launches.launch(1) == NOT_REPORTED
+    assert 1 < len(yields) < 7
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_scenes import EPOCHS, Emulated
 from emulator import is_available
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scenes import PAYLOADS, Play, Scene, made_on, play
 from simulated_nodes import Rank, SimulatedWatch
-from test_emulated_kernels import EPOCHS, Emulated
-from test_internode import PAYLOADS, Play, Scene, made_on, play
 
 from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Launch, MismatchError, Settings, StaticRows, Topology

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fusco.integrations import kept_tensors
-from fusco.integrations.dense_routing import places_of, scattered
 from fusco.integrations.kept_tensors import KeptTensors
+from fusco.integrations.routing_maps import places_of, scattered
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

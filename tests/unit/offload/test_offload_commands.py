@@ -5,8 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from fusco.cli.main import app
-from fusco.offload.links import LinkRail
-from fusco.rails.board import Board
+from fusco.rails.board import Board, NamedRail
 from fusco.rails.board_row import BoardRow
 
 
@@ -18,7 +17,7 @@ def test_benchmarks_need_a_gpu():
 
 def test_links_are_shown_as_rails(tmp_path):
     board = Board(tmp_path / "board")
-    row = BoardRow(board, 0, 0b11, [LinkRail("gpu0 to host", 512 * 10**9), LinkRail("host to gpu0", 0)])
+    row = BoardRow(board, 0, 0b11, [NamedRail("gpu0 to host", 512 * 10**9), NamedRail("host to gpu0", 0)])
     row.post(0)
     shown = tmp_path / "shown.jsonl"
     arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05", "--json", str(shown))

@@ -15,11 +15,11 @@ from fusco.core import c_library
 from fusco.core.c_library import compile_c, load_c_library
 from fusco.core.errors import CompileError
 from fusco.offload import copy_from_host, copy_to_host, tensors
-from fusco.offload.budget import MB, RelayBudget
 from fusco.offload.mover import SOURCE, Job, Options, PathStreams
+from fusco.offload.settings import MB, RelayBudget
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
-from fusco.rails.schedule import POLICIES, View, select
+from fusco.rails.schedule import POLICIES, View
 
 
 def tensor_like(device="cuda:0", dtype=torch.float32, shape=(4, 4), *, pinned=False, contiguous=True):
@@ -110,7 +110,7 @@ def test_the_choice_of_a_rail_is_that_of_rails(direct, usable, idle, outstanding
     limits = Limits(direct_first=2, direct_depth=4, borrowed_per_rail=3)
     loads = [(ctypes.c_int64 * MAX_RAILS)(*load) for load in (outstanding, borrowed)]
     chosen = load_c_library(SOURCE).fusco_choose(direct, usable, idle, *loads, ctypes.byref(Options.of(limits)))
-    assert chosen == select(View(direct, usable, idle, outstanding, borrowed), limits, POLICIES["fuselink"])
+    assert chosen == POLICIES["fuselink"].choose(View(direct, usable, idle, outstanding, borrowed), limits)
 
 
 def test_structs_are_as_large_as_in_c(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ def test_two_nodes_of_two_ranks():
     costs = [plan_cost(plan, bytes_per_token=10) for plan in plans]
 
     assert [cost.internode_send_bytes for cost in costs] == [20, 0, 10, 0]  # tokens 0 and 2; token 0
-    assert [cost.internode_recv_bytes for cost in costs] == [10, 0, 20, 0]  # the static forwarders
     assert [cost.metadata_bytes for cost in costs] == [
         2 * 2 * 8,
         0,
@@ -26,6 +25,4 @@ def test_two_nodes_of_two_ranks():
         0,
     ]  # an id and a float32 for each expert
     assert [cost.internode_bytes_avoided for cost in costs] == [10, 0, 0, 0]  # token 0 goes to both ranks of node 1
-    assert [cost.local_bytes for cost in costs] == [30, 0, 30, 0]  # rank 2 has two rows of rank 0 and one of rank 2
     assert [cost.intranode_bytes for cost in costs] == [0, 10, 0, 10]
-    assert [cost.output_bytes for cost in costs] == [30, 10, 30, 10]

@@ -156,8 +156,7 @@ def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[Crossing], wei
     nodes, rank = plan.topology.rank_to_node, plan.rank
     sent = sum(row.src == rank for row in crossing)
     holder = {(row.src, row.token): row.forwarder for row in crossing if row.node == plan.node}
-    filled = [pair for pair in law.slots(rank) if pair]
-    read = {(pair.src, pair.token) for pair in filled}
+    read = {(pair.src, pair.token) for pair in law.slots(rank) if pair}
     local = [(src, token) for src, token in read if holder.get((src, token), src) == rank]
     remote_pairs = [
         1
@@ -167,11 +166,8 @@ def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[Crossing], wei
     ]
     return PlanCost(
         internode_send_bytes=sum(row.carrier == rank for row in crossing) * BYTES_PER_TOKEN,
-        internode_recv_bytes=sum(row.forwarder == rank for row in crossing) * BYTES_PER_TOKEN,
         lane_bytes=sum(row.carrier == rank != row.src for row in crossing) * BYTES_PER_TOKEN,
         intranode_bytes=(len(read) - len(local)) * BYTES_PER_TOKEN,
-        local_bytes=len(local) * BYTES_PER_TOKEN,
-        output_bytes=len(filled) * BYTES_PER_TOKEN,
         metadata_bytes=sent * plan.routing.topk_idx.shape[1] * (4 + weight_bytes),
         internode_bytes_avoided=(len(remote_pairs) - sent) * BYTES_PER_TOKEN,
     )

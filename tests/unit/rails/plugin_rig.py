@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def message(number, size):
 
 
 @contextmanager
-def started(tmp_path, version=11, rails=RAILS, name="b", **options):
+def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
     chosen = environment_of_plugin(
         rails, **{"worker": 1, "policy": "fuselink", "limits": LIMITS, "board": tmp_path / name, **options}
     )
@@ -39,7 +40,7 @@ def started(tmp_path, version=11, rails=RAILS, name="b", **options):
         for key, value in chosen.items():
             patch.setenv(key, value)
         patch.setenv("FUSCO_NCCL_THREADS", "2")
-        plugin = Plugin(str(plugin_path(flags=FLAGS)), version)
+        plugin = Plugin(str(plugin_path(flags=[*FLAGS, *flags])), version)
         try:
             yield plugin
         finally:
@@ -101,3 +102,17 @@ def connected_by_hand(address, name, rail, chunk_bytes=65536):
     for _ in range(2):
         client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))
     return client
+
+
+@contextmanager
+def descriptors_left(num):
+    """Let this process open only so many descriptors more."""
+    free = [os.dup(0) for _ in range(num + 1)]
+    for each in free:
+        os.close(each)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
-import resource
 import signal
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from plugin_rig import FLAGS, RAILS, pairs, settle, started
+from plugin_rig import FLAGS, RAILS, descriptors_left, pairs, settle, started
 
 from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
 from fusco.core.cache import CacheFolder
@@ -110,20 +108,6 @@ def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
         Plugin(str(plugin_path(flags=FLAGS)))
 
 
-@contextmanager
-def descriptors_left(num):
-    """Let this process open only so many descriptors more."""
-    free = [os.dup(0) for _ in range(num + 1)]
-    for each in free:
-        os.close(each)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_without_descriptors_it_does_not_start_and_leaves_nothing(tmp_path):
     """It needs 9 for three rails and two threads, and one more to read when its process began."""
     with started(tmp_path) as plugin:
@@ -185,6 +169,14 @@ def test_a_board_that_stays_locked(tmp_path):
         pass
     fcntl.flock(board._fd, fcntl.LOCK_UN)
     board.close()
+
+
+def test_a_board_whose_maker_was_killed_is_completed(tmp_path):
+    (tmp_path / "b").write_bytes(bytes(4096))
+    with started(tmp_path):
+        board = Board(tmp_path / "b")
+        assert [each.worker for each in board.workers()] == [1]
+        board.close()
 
 
 def test_a_board_whose_path_is_long(tmp_path):

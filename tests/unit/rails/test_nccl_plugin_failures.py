@@ -100,6 +100,66 @@ receiver.irecv(buffer)
 """
 
 
+REFUSING = """
+#include <errno.h>
+#include <sys/epoll.h>
+__attribute__((visibility("default"))) int num_to_pass, num_to_refuse; /* of calls that add a descriptor */
+int __real_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event);
+int __wrap_epoll_ctl(int epoll, int op, int fd, struct epoll_event *event) {
+  if (op == EPOLL_CTL_ADD && num_to_refuse) {
+    static int number;
+    if (num_to_pass ? !num_to_pass-- : ++number % 2) {
+      num_to_refuse--;
+      errno = ENOSPC;
+      return -1;
+    }
+  }
+  return __real_epoll_ctl(epoll, op, fd, event);
+}
+"""
+
+
+@pytest.fixture
+def refusing(tmp_path, monkeypatch):
+    """Flags of a plugin to which the kernel refuses descriptors in epoll, and a function that sets which."""
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "refusing.c").write_text(REFUSING, encoding="ascii")
+    flags = ["-O0", "-Wl,--wrap=epoll_ctl", str(tmp_path / "refusing.c")]
+    library = ctypes.CDLL(str(plugin_path(flags=[*FLAGS, *flags])))
+    passed, refused = (ctypes.c_int.in_dll(library, name) for name in ("num_to_pass", "num_to_refuse"))
+
+    def refuse(num_to_pass, num_to_refuse):
+        passed.value, refused.value = num_to_pass, num_to_refuse
+
+    yield flags, refuse, refused
+    refused.value = 0
+
+
+def test_descriptors_that_epoll_refuses_are_tried_again(tmp_path, refusing):
+    flags, refuse, refused = refusing
+    with started(tmp_path, flags=flags) as plugin:
+        refuse(0, 12)  # every second one
+        with pairs(plugin) as [(sender, receiver)]:
+            sends = [sender.isend(message(i, 1 << 20)) for i in range(20)]
+            buffers = [bytearray(1 << 20) for _ in sends]
+            settle([*sends, *(receiver.irecv(each) for each in buffers)], sender, receiver, limit_s=5.0)
+            assert buffers == [message(i, 1 << 20).tobytes() for i in range(20)]
+            assert not refused.value
+
+
+def test_a_plugin_that_cannot_wait_for_connections_says_so(tmp_path, refusing):
+    flags, refuse, _ = refusing
+    refuse(3, 1)  # after those of two threads and a listener
+    with (
+        pytest.raises(PluginError, match="cannot wait for connections on lo: No space left on device"),
+        started(tmp_path, flags=flags),
+    ):
+        pass
+    assert not (tmp_path / "b").exists()
+    with started(tmp_path, flags=flags):
+        pass
+
+
 def test_a_process_that_ends_with_open_communicators(tmp_path):
     theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
     theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))

@@ -10,6 +10,7 @@ import time
 from unittest import mock
 
 import pytest
+from plugin_rig import descriptors_left
 
 from fusco.core.errors import SharedMemoryError
 from fusco.rails import board as layout
@@ -157,6 +158,40 @@ def test_files_that_are_no_board(path):
     path.symlink_to("/etc/passwd")
     with pytest.raises(SharedMemoryError, match="cannot open the board of rails"):
         Board(path)
+
+
+@pytest.mark.parametrize("num_bytes", [1, layout._NUM_BYTES])
+def test_a_board_whose_maker_was_killed_is_completed(path, num_bytes):
+    path.write_bytes(bytes(num_bytes))
+    board = Board(path)
+    assert path.stat().st_size == layout._NUM_BYTES
+    row = row_of(board, 0)
+    other = Board(path)
+    assert [each.worker for each in other.workers()] == [0]
+    row.close()
+    other.close()
+    board.close()
+
+
+def test_a_board_that_was_replaced_does_not_remove_its_successor(path):
+    old = Board(path)
+    path.unlink()  # as its last worker did
+    board = Board(path)
+    row = row_of(board, 0)
+    old.close()
+    assert path.exists()
+    row.close()
+    board.close()
+
+
+def test_a_worker_that_has_no_descriptor_left_is_told_so(board):
+    with (
+        descriptors_left(0),
+        pytest.raises(SharedMemoryError, match=r"cannot register on .*: Too many open files; .* \(ulimit -n\)"),
+    ):
+        row_of(board, 0)
+    assert not board.workers()
+    row_of(board, 0).close()
 
 
 def test_a_board_that_another_process_keeps_locked(board, path):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusco.rails.limits import Limits
-from fusco.rails.schedule import POLICIES, WAIT, Policy, View, policy_named, rails_of, select
+from fusco.rails.schedule import POLICIES, WAIT, Policy, View, policy_named, rails_of
 
 LIMITS = Limits(direct_first=2, direct_depth=4, borrowed_per_rail=2)
 FUSELINK = [POLICIES["fuselink"], POLICIES["fuselink-paper"]]
@@ -33,25 +33,25 @@ def views(draw):
 )
 def test_by_hand(outstanding, borrowed, expected):
     view = View(direct=0b0001, usable=0b1111, idle=0b0110, outstanding=outstanding, borrowed=borrowed)
-    assert [select(view, LIMITS, policy) for policy in FUSELINK] == [expected] * 2
+    assert [policy.choose(view, LIMITS) for policy in FUSELINK] == [expected] * 2
 
 
 @given(views(), st.sampled_from(FUSELINK))
 def test_never_a_busy_indirect_rail_while_a_direct_one_works(view, policy):
-    rail = select(view, LIMITS, policy)
+    rail = policy.choose(view, LIMITS)
     if rail != WAIT and view.direct & view.usable and not view.direct >> rail & 1:
         assert view.idle >> rail & 1
 
 
 @given(views(), st.sampled_from(list(POLICIES.values())))
 def test_only_rails_that_work(view, policy):
-    rail = select(view, LIMITS, policy)
+    rail = policy.choose(view, LIMITS)
     assert rail == WAIT or view.usable >> rail & 1
 
 
 @given(views(), st.sampled_from([*FUSELINK, POLICIES["direct"]]))
 def test_borrowed_at_most_the_bound(view, policy):
-    rail = select(view, LIMITS, policy)
+    rail = policy.choose(view, LIMITS)
     if rail != WAIT and not view.direct >> rail & 1:
         assert view.borrowed[rail] < LIMITS.borrowed_per_rail
 
@@ -60,7 +60,7 @@ def test_borrowed_at_most_the_bound(view, policy):
 def test_direct_first(view, policy):
     direct = rails_of(view.direct & view.usable)
     if any(view.outstanding[rail] < LIMITS.direct_first for rail in direct):
-        assert select(view, LIMITS, policy) in direct
+        assert policy.choose(view, LIMITS) in direct
 
 
 @given(views(), st.sampled_from(FUSELINK))
@@ -70,19 +70,19 @@ def test_work_conserving_when_all_are_idle(view, policy):
     has_room = any(view.outstanding[rail] < LIMITS.direct_depth for rail in direct) or any(
         view.borrowed[rail] < LIMITS.borrowed_per_rail for rail in indirect
     )
-    assert (select(view, LIMITS, policy) != WAIT) == has_room
+    assert (policy.choose(view, LIMITS) != WAIT) == has_room
 
 
 @given(views())
 def test_direct_uses_its_rail_and_others_only_without_it(view):
-    rail = select(view, LIMITS, POLICIES["direct"])
+    rail = POLICIES["direct"].choose(view, LIMITS)
     if view.direct & view.usable:
         assert rail == WAIT or view.direct >> rail & 1
 
 
 @given(views())
 def test_spray_uses_the_emptiest_rail(view):
-    rail = select(view, LIMITS, POLICIES["spray"])
+    rail = POLICIES["spray"].choose(view, LIMITS)
     usable = [view.outstanding[each] for each in rails_of(view.usable)]
     if rail == WAIT:
         assert min(usable, default=9) >= LIMITS.direct_depth
@@ -92,7 +92,7 @@ def test_spray_uses_the_emptiest_rail(view):
 
 def test_without_a_direct_rail_busy_ones_are_better_than_none():
     view = View(direct=0b001, usable=0b110, idle=0b100, outstanding=[0, 0, 2], borrowed=[0, 0, 2])
-    assert select(view, LIMITS, POLICIES["fuselink"]) == 1
+    assert POLICIES["fuselink"].choose(view, LIMITS) == 1
 
 
 def test_a_policy_of_no_name():

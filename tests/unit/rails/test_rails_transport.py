@@ -1,5 +1,6 @@
 """Endpoints over loopback addresses: messages, failures of rails and peers, foreign connections."""
 
+import gc
 import os
 import signal
 import socket
@@ -12,8 +13,9 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 import torch
+from plugin_rig import descriptors_left
 
-from fusco.core.errors import ClosedError, PeerFailureError, TransportError
+from fusco.core.errors import ClosedError, FuscoError, PeerFailureError, TransportError
 from fusco.rails import Address, Endpoint, Limits, Rail
 from fusco.rails.connection import Connection
 from fusco.rails.handshake import Handshake, Introduction
@@ -287,6 +289,32 @@ def test_a_worker_without_a_rail(tmp_path):
     with pytest.raises(ValueError, match=r"worker 7 owns none of the rails; their owners are lo: \(0,\), lo"):
         Endpoint(worker=7, rails=RAILS, board=tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_without_descriptors_an_endpoint_says_so_and_leaves_nothing(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for num in range(5):  # two for the board, a socket, two of the loop
+        with (
+            descriptors_left(num),
+            pytest.raises(FuscoError, match=r"(board of rails|worker 0 cannot use rails).*: Too many open files; "),
+        ):
+            Endpoint(worker=0, rails=RAILS, board=tmp_path / "a")
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before, num
+        assert (tmp_path / "a").exists() == (num == 1), num  # an empty board, which its next user removes
+
+
+def test_rails_are_connected_once_there_are_descriptors_again(tmp_path):
+    with (
+        Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as a,
+        Endpoint(worker=1, rails=RAILS, board=tmp_path / "b") as b,
+    ):
+        address = b.listen()
+        with descriptors_left(0):
+            channel = a.dial(address, bytes(16))
+            time.sleep(0.2)
+            assert not channel.rails
+        wait_for(lambda: len(channel.rails) == len(RAILS))
 
 
 def test_foreign_connections_are_refused(tmp_path):

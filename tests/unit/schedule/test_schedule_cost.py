@@ -83,8 +83,10 @@ def test_spread_out_is_never_shorter():
 
 
 def test_invalid_links_are_rejected():
-    with pytest.raises(ValueError, match="latency must not be negative and bandwidths must be above zero, got Links"):
+    with pytest.raises(ValueError, match="internode_gbs must be above zero, got 0"):
         Links(internode_gbs=0)
+    with pytest.raises(ValueError, match="latency_us must not be negative, got nan"):
+        Links(latency_us=float("nan"))
 
 
 @pytest.mark.parametrize(("ranks_per_node", "error"), [(0, ValueError), (1.5, TypeError)])

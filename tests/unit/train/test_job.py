@@ -18,7 +18,7 @@ def make_job(**changes):
     [
         ({"ep_size": 3}, "ep_size=3 does not divide the 4 ranks"),
         ({"ep_size": 4, "num_experts": 6}, "ep_size=4 does not divide the 6 experts of a layer"),
-        ({"num_topk": 9}, "a token cannot have 9 different ones of 8 experts"),
+        ({"num_topk": 9}, "num_topk is 9, more than the 8 experts"),
         ({"hidden": 48}, "hidden must be a multiple of 32, got 48"),
         ({"num_layers": 0}, "num_layers must be positive, got 0"),
         ({"length": 10}, "sequences of length 10 do not divide the 32 tokens of a rank"),

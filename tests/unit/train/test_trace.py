@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from fusco.bench.traffic import Trace
-from fusco.train.trace import check_trace_path, write_trace
+from fusco.bench.traffic import Trace, check_trace_path, write_trace
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])

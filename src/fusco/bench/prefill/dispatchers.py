@@ -23,23 +23,19 @@ class TimedDispatcher:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """See ``Dispatcher``."""
         return self.inner.group
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
-        """See ``Dispatcher``."""
         with self.clock.timed("dispatch"):
             return self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        """See ``Dispatcher``."""
         with self.clock.timed("combine"):
             return self.inner.combine(y, arrival)
 
     def synchronize(self) -> None:
-        """See ``Dispatcher``."""
         self.inner.synchronize()
 
 
@@ -68,13 +64,9 @@ class TimedTransformersLayer:
 
 
 class StaticDispatcher(FuscoDispatcher):
-    """Dispatches into static rows.
+    """Dispatches into static rows."""
 
-    Attributes:
-        num_rows: of the output, enough for the routing.
-    """
-
-    num_rows = 1
+    num_rows = 1  # of the output, enough for the routing
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int

@@ -71,10 +71,7 @@ def compare_layer(
 
 
 def compare_logits(
-    hidden: torch.Tensor,
-    expected: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    deviation: Deviation,
+    hidden: torch.Tensor, expected: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], deviation: Deviation
 ) -> None:
     """Compare the logits that ``head`` makes of hidden states (num_tokens, hidden), if there are any."""
     if not len(hidden):

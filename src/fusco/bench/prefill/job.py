@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from fusco.bench.prefill.batches import prompt_lengths
 from fusco.bench.prefill.routing import ROUTINGS, check_routing
+from fusco.bench.prompts import prompt_lengths
 from fusco.fsdp.qwen3 import Qwen3Shape
 
 # Small enough for two cores; experts and top-k are those of the routing that is replayed.
@@ -18,11 +18,7 @@ TINY = Qwen3Shape(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
-    """A run: every batch with every routing, by every variant.
-
-    Raises:
-        ValueError: for values that do not fit together.
-    """
+    """A run: every batch with every routing, by every variant; ``ValueError`` for values that do not fit together."""
 
     shape: Qwen3Shape  # of the model
     device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,13 +39,15 @@ class Prompts:
         last = torch.tensor(lengths, device="cpu").cumsum(0) - 1
         return cls(lengths, ids.to(job.device), positions.to(job.device), last.to(job.device))
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the model, with a cache as in a server."""
+        positions = {"input_ids": self.ids, "position_ids": self.positions}
+        return {**positions, "prompt_lengths": self.lengths, "use_cache": True}
+
 
 class PrefillModel:
-    """The model, and its modules of experts, whose ``forward`` the caller replaces.
-
-    Attributes:
-        experts: of all layers; their modules have this rank's experts.
-    """
+    """The model, and its modules of experts, whose ``forward`` the caller replaces; they have this rank's experts."""
 
     def __init__(self, job: PrefillJob, rank: int) -> None:
         with fsdp.parameters_on_meta():
@@ -57,22 +60,13 @@ class PrefillModel:
 
     def first_tokens(self, prompts: Prompts) -> list[int]:
         """Return the most probable token after each prompt; the host waits for it."""
-        out = self._model(
-            input_ids=prompts.ids,
-            position_ids=prompts.positions,
-            use_cache=True,
-            logits_to_keep=prompts.last,
-            prompt_lengths=prompts.lengths,
-        )
+        out = self._model(**prompts.arguments, logits_to_keep=prompts.last)
         tokens: list[int] = out.logits[0].argmax(-1).tolist()
         return tokens
 
     def hidden_states(self, prompts: Prompts) -> torch.Tensor:
         """Return the last hidden states of all tokens, (num_tokens, hidden)."""
-        out = self._model.model(
-            input_ids=prompts.ids, position_ids=prompts.positions, use_cache=True, prompt_lengths=prompts.lengths
-        )
-        hidden: torch.Tensor = out.last_hidden_state[0]
+        hidden: torch.Tensor = self._model.model(**prompts.arguments).last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,9 +110,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend within each prompt: scaled dot products of (1, num_heads, num_tokens, head_dim), without a mask."""
     prompts = zip(*(torch.split(part, list(prompt_lengths), dim=2) for part in (query, key, value)), strict=True)
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in prompts
-    ]
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=True)
+    parts = [attend(*each) for each in prompts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return whole.transpose(1, 2), None
 

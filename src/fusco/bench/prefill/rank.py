@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.json_lines import write_json_lines
-from fusco.bench.prefill.batches import prompt_lengths
 from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
 from fusco.bench.prefill.iterations import Iteration, measure
 from fusco.bench.prefill.job import PrefillJob
@@ -20,6 +19,7 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
+from fusco.bench.prompts import prompt_lengths
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
@@ -34,16 +34,9 @@ def num_steps(job: PrefillJob) -> int:
 def prefill_rank(
     group: dist.ProcessGroup, job: PrefillJob, log: Path | None, progress_port: int | None
 ) -> list[PrefillRecord]:
-    """Measure one rank's part of a job; a collective.
+    """Measure one rank's part of a job; a collective. Variants that are not verified are not timed.
 
-    Args:
-        group: all ranks.
-        job: the same on all ranks.
-        log: a file to which rank 0 appends the records of each case when it is done.
-        progress_port: of the store of the process that started the ranks.
-
-    Returns:
-        The records of all cases, the same on all ranks. Variants that are not verified are not timed.
+    Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
     reporter, records = ProgressReporter.of_rank(rank, progress_port), []
@@ -82,11 +75,8 @@ class PrefillBench:
         all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
         iterations: dict[str, list[Iteration]] = {variant.name: [] for variant in variants}
         sections: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
-        verified = [
-            variant
-            for variant in variants
-            if not any(deviation.failures(self._job.dtype) for deviation in all_of[variant.name])
-        ]
+        dtype = self._job.dtype
+        verified = [each for each in variants if not any(found.failures(dtype) for found in all_of[each.name])]
         for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
             for variant in verified:
                 iterations[variant.name].append(self._iteration(prompts, variant))
@@ -94,20 +84,12 @@ class PrefillBench:
         sections.update(self._sections(prompts, verified, on_step))
         of_ranks = self._gather({name: found[_NUM_WARM_UPS:] for name, found in iterations.items()})
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
-        return [
-            summarize(
-                self._job,
-                case,
-                name,
-                Measured(
-                    iterations=list(zip(*(rank[name] for rank in of_ranks), strict=True)),
-                    section_ms=sections[name],
-                    deviations=all_of[name],
-                ),
-                peak,
-            )
-            for name in iterations
-        ]
+        found = []
+        for name in iterations:
+            of_all = list(zip(*(rank[name] for rank in of_ranks), strict=True))
+            measured = Measured(iterations=of_all, section_ms=sections[name], deviations=all_of[name])
+            found.append(summarize(self._job, case, name, measured, peak))
+        return found
 
     def _prepare(self, batch: str, routing: str, variants: Sequence[Variant]) -> tuple[Case, Prompts]:
         """Set the routing of all layers, and the static rows that it needs."""
@@ -178,9 +160,8 @@ class PrefillBench:
                 dist.all_reduce(means, group=self._group)
                 rounds[variant.name].append((means / self._job.num_ranks).tolist())
             on_step()
-        return {
-            name: dict(zip(names, map(median, zip(*each, strict=True)), strict=True)) for name, each in rounds.items()
-        }
+        medians = {name: map(median, zip(*each, strict=True)) for name, each in rounds.items()}
+        return {name: dict(zip(names, each, strict=True)) for name, each in medians.items()}
 
     def _gather(self, local: Any) -> list[Any]:
         gathered: list[Any] = [None] * self._job.num_ranks

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from fusco.bench.environment import Measurement, commit, hardware, versions
-from fusco.bench.prefill.batches import describe, prompt_lengths
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.iterations import Iteration
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.prefill.variants import deep_ep_version
+from fusco.bench.prompts import describe_prompts, prompt_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
     return PrefillRecord(
         variant=variant,
         routing=case.routing,
-        batch=describe(case.batch, case.lengths),
+        batch=describe_prompts(case.batch, case.lengths),
         lengths=case.lengths,
         imbalance=round(case.imbalance, 3),
         ttft_ms=round(typical_ms, 3),
@@ -132,7 +132,7 @@ def resume(job: PrefillJob, path: Path) -> tuple[PrefillJob, list[PrefillRecord]
     records = filter(None, map(_parse, lines))
     ours = [each for each in records if _comparable(each.job) == wanted and each.commit == commit()]
     for routing, batch in product(job.routings, job.batches):
-        described = describe(batch, prompt_lengths(batch, job.tokens, job.num_ranks))
+        described = describe_prompts(batch, prompt_lengths(batch, job.tokens, job.num_ranks))
         case = {each.variant: each for each in ours if (each.routing, each.batch) == (routing, described)}
         if set(job.variants) <= set(case):
             kept += [case[variant] for variant in job.variants]

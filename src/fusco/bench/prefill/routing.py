@@ -27,13 +27,9 @@ def check_routing(routing: str, num_experts: int, num_topk: int) -> None:
 def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_ranks: int, seed: int) -> torch.Tensor:
     """Return the experts of a rank's tokens, int64 (num_layers, num_tokens, num_topk) on the CPU.
 
-    Args:
-        routing: ``"random"``: different experts with equal probability; ``"trace"``: those of Qwen3-30B-A3B, layer by
-            layer, repeated as often as there are tokens. Ranks begin at different tokens of the trace.
-        shape: (num_layers, num_tokens, num_experts, num_topk).
-        rank: whose tokens.
-        num_ranks: how many ranks there are.
-        seed: of random routing.
+    ``shape`` is (num_layers, num_tokens, num_experts, num_topk). ``"random"``: different experts with equal
+    probability, by ``seed``. ``"trace"``: those of Qwen3-30B-A3B, layer by layer, repeated as often as there are
+    tokens; ranks begin at different tokens of the trace.
     """
     num_layers, num_tokens, num_experts, num_topk = shape
     if routing == "trace":

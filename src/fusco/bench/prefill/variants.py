@@ -140,9 +140,8 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
     kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
     launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)
     settings = Settings(timeout_s=job.timeout_s)
-    return stack.enter_context(
-        kind(group, job.tokens, ranks_per_node=job.ranks_per_node, settings=settings, launch=launch)
-    )
+    made = kind(group, job.tokens, ranks_per_node=job.ranks_per_node, settings=settings, launch=launch)
+    return stack.enter_context(made)
 
 
 def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: CallClock) -> list[Layer]:

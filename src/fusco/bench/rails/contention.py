@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -37,11 +36,7 @@ STEPS: tuple[tuple[str, Policy, Limits], ...] = (
     ("direct rail only", POLICIES["direct"], Limits()),
     ("+ all rails, without control", POLICIES["spray"], Limits()),
     ("+ monitors, bound per worker (FuseLink)", POLICIES["fuselink-paper"], Limits()),
-    (
-        "+ activity instead of completions",
-        Policy("activity", POLICIES["fuselink"].choose, bound="worker"),
-        Limits(),
-    ),
+    ("+ activity instead of completions", Policy("activity", POLICIES["fuselink"].choose, bound="worker"), Limits()),
     ("+ bound shared by all workers", Policy("shared", POLICIES["fuselink"].choose), Limits()),
     ("+ lower priority (fuselink)", POLICIES["fuselink"], Limits()),
 )
@@ -76,7 +71,7 @@ def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds:
         for sender in senders[:-1]:
             sender.begin(roles.flow, begin, seconds)
         warm_up = min(0.5, seconds / 4)
-        arrivals = list(_every(case.period_s, seconds - warm_up))
+        arrivals = [i * case.period_s for i in range(max(1, int((seconds - warm_up) / case.period_s)))]
         senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
         latencies = senders[-1].result()
         speed = sum(sender.result().gbytes_per_s for sender in senders[:-1])
@@ -87,7 +82,3 @@ def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds:
         "flows GB/s": speed,
         "of what is left": speed / left,
     }
-
-
-def _every(period_s: float, seconds: float) -> Iterable[float]:
-    return (i * period_s for i in range(max(1, int(seconds / period_s))))

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusco.rails import POLICIES, Address, Channel, Endpoint, Limits, Policy, Rail
+from fusco.rails import POLICIES, Channel, Endpoint, Limits, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
 
 #: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
@@ -22,23 +22,14 @@ _ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is and what it knows of its host.
+    """Where a worker is and what it knows of its host."""
 
-    Attributes:
-        host: host of the testbed.
-        worker: number on that host; it owns rail ``worker``.
-        rails: of the host.
-        policy: how it uses them.
-        limits: bounds.
-        board: the host's board.
-    """
-
-    host: int
-    worker: int
-    rails: tuple[Rail, ...]
-    policy: Policy
-    limits: Limits
-    board: Path
+    host: int  # host of the testbed
+    worker: int  # number on that host; it owns rail ``worker``
+    rails: tuple[Rail, ...]  # of the host
+    policy: Policy  # how it uses them
+    limits: Limits  # bounds
+    board: Path  # the host's board
 
 
 class Member:
@@ -78,11 +69,9 @@ class Office:
         self.place = place
         options: dict[str, Any] = {"limits": place.limits, "board": place.board}
         self.endpoint: Any
-        self.address: Any = Address
         if place.policy.name == "nccl":
-            from fusco.bench.rails.plugin import Handle, PluginEndpoint  # noqa: PLC0415  loads torch
+            from fusco.bench.rails.plugin import PluginEndpoint  # noqa: PLC0415  loads torch
 
-            self.address = Handle
             self.endpoint = PluginEndpoint(worker=place.worker, rails=place.rails, policy="fuselink", **options)
         else:
             self.endpoint = Endpoint(worker=place.worker, rails=place.rails, policy=place.policy, **options)
@@ -150,13 +139,12 @@ def _serve(pipe: Connection, place: Place, namespaces: Namespaces) -> None:
             pipe.send((None, traceback.format_exc()))
 
 
-def _listen(office: Office) -> bytes:
-    address: bytes = office.endpoint.listen().to_bytes()
-    return address
+def _listen(office: Office) -> Any:
+    return office.endpoint.listen()
 
 
-def _connect(office: Office, address: bytes) -> None:
-    office.channels.append(office.endpoint.connect(office.address.from_bytes(address)))
+def _connect(office: Office, address: Any) -> None:
+    office.channels.append(office.endpoint.connect(address))
 
 
 def _accept(office: Office) -> None:

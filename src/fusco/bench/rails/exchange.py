@@ -49,11 +49,7 @@ def _compare(
     even_s = max(matrix.sum() for matrix in matrices) / bed.layout.num_rails / 1e9 / line_rate(bed)
     for name in policies:
         time_s = run(bed, POLICIES[name], matrices, max(3, int(seconds / bound_s)))
-        results = {
-            "ms": 1e3 * time_s,
-            "bound direct ms": 1e3 * bound_s,
-            "bound all rails ms": 1e3 * even_s,
-        }
+        results = {"ms": 1e3 * time_s, "bound direct ms": 1e3 * bound_s, "bound all rails ms": 1e3 * even_s}
         report(case, name, results)
 
 

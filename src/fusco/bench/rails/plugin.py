@@ -138,30 +138,26 @@ class Plugin:
 
     def connect(self, handle: ctypes.Array[Any]) -> c_void_p:
         """Return a send comm, once it is connected."""
-        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
         arguments = (None, 0) if self.version == 11 else (0, None)
-        while not comm.value:
-            self.call(self.table.connect, *arguments, handle, ctypes.byref(comm), None)
-            self._pause(end, "connect")
-        return comm
+        return self._established("connect", *arguments, handle)
 
     def accept(self, listen: c_void_p) -> c_void_p:
         """Return a receive comm, once a peer has connected it."""
-        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
-        while not comm.value:
-            self.call(self.table.accept, listen, ctypes.byref(comm), None)
-            self._pause(end, "accept")
-        return comm
+        return self._established("accept", listen)
 
     def finalize(self) -> None:
         """End the plugin's threads, as NCCL does with the last communicator."""
         if self.version == 11:
             self.call(self.table.finalize, None)
 
-    def _pause(self, end: float, what: str) -> None:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} has not finished within {_CONNECT_S:g} s; log: {self.log[-3:]}")
-        time.sleep(_POLL_S)
+    def _established(self, verb: str, *arguments: Any) -> c_void_p:
+        end, comm = time.monotonic() + _CONNECT_S, c_void_p()
+        while not comm.value:
+            self.call(getattr(self.table, verb), *arguments, ctypes.byref(comm), None)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{verb} has not finished within {_CONNECT_S:g} s; log: {self.log[-3:]}")
+            time.sleep(_POLL_S)
+        return comm
 
     def _take_log(self, _level: int, _flags: int, _file: bytes, _line: int, _format: bytes, text: bytes) -> None:
         self.log.append(text.decode())
@@ -251,19 +247,6 @@ class PluginChannel:
         return bool(code or done.value)
 
 
-class Handle(bytes):
-    """A handle, like ``fusco.rails.Address``."""
-
-    def to_bytes(self) -> bytes:
-        """Return it."""
-        return self
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Handle:
-        """Return the handle of ``to_bytes``."""
-        return cls(data)
-
-
 class PluginEndpoint:
     """The plugin of this process, like ``fusco.rails.Endpoint``; its thread plays NCCL's proxy thread."""
 
@@ -275,15 +258,15 @@ class PluginEndpoint:
         self._listens = deque[c_void_p]()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def listen(self) -> Handle:
+    def listen(self) -> bytes:
         """Return the handle for the next peer."""
         handle, comm = self.plugin.listen()
         self._listens.append(comm)
-        return Handle(handle.raw)
+        return handle.raw
 
     def connect(self, handle: bytes) -> PluginChannel:
         """Connect to a peer and return the channel, which sends."""
-        comm = self.plugin.connect(ctypes.create_string_buffer(bytes(handle), HANDLE_BYTES))
+        comm = self.plugin.connect(ctypes.create_string_buffer(handle, HANDLE_BYTES))
         return self._add(PluginChannel(self.plugin, comm, is_sender=True))
 
     def accept(self) -> PluginChannel:

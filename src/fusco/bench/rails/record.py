@@ -13,26 +13,17 @@ from fusco.testbed import Testbed
 
 @dataclass(frozen=True)
 class RailsRecord(Measurement):
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        benchmark: its name.
-        analogue: the figure or table of FuseLink that it is the analogue of.
-        case: the traffic, in words.
-        policy: the policy, or the variant of it.
-        num_hosts, num_rails: of the testbed; rails are those of each host.
-        bits_per_s: of a rail, headers included.
-        results: measured values by name, with units.
-    """
-
-    benchmark: str
-    analogue: str
-    case: str
-    policy: str
+    benchmark: str  # its name
+    analogue: str  # the figure or table of FuseLink that it is the analogue of
+    case: str  # the traffic, in words
+    policy: str  # the policy, or the variant of it
+    # num_hosts, num_rails: of the testbed; rails are those of each host
     num_hosts: int
     num_rails: int
-    bits_per_s: int
-    results: dict[str, float]
+    bits_per_s: int  # of a rail, headers included
+    results: dict[str, float]  # measured values by name, with units
     versions: dict[str, str] = field(default_factory=lambda: versions("pyroute2"), kw_only=True)
 
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,14 +81,8 @@ def exchange(
 ) -> list[float]:
     """Send and receive on all channels, over and over; return the seconds of each iteration but the first.
 
-    Args:
-        office: the worker.
-        sizes: bytes to send on each channel.
-        sizes_back: bytes that come back.
-        iterations: how many.
-        barrier: a file by which all ``count`` workers begin each iteration together.
-        index: of this worker among them.
-        count: of workers.
+    ``sizes`` are the bytes to send on each channel, ``sizes_back`` those that come back. By the file ``barrier`` all
+    ``count`` workers, of which this one is ``index``, begin each iteration together.
     """
     memory, buffers = memoryview(bytes(max(sizes, default=0))), [bytearray(size) for size in sizes_back]
     times = []
@@ -103,7 +98,7 @@ def exchange(
     return times[1:]
 
 
-class Barrier:
+class Barrier(AbstractContextManager["Barrier"]):
     """A barrier of processes of one machine; each writes its own number in a shared file."""
 
     def __init__(self, path: Path, index: int, count: int) -> None:
@@ -122,9 +117,6 @@ class Barrier:
             if time.monotonic() > end:
                 raise TimeoutError(f"workers are in rounds {list(self._numbers)} after {_BARRIER_S:g} s")
             time.sleep(0.0002)
-
-    def __enter__(self) -> Barrier:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self._numbers.release()
@@ -150,9 +142,8 @@ def checked_flow(office: Office, begin_s: float, seconds: float) -> int:
 def checked_sink(office: Office) -> list[tuple[float, int]]:
     """Receive what ``checked_flow`` sends; return time and bytes of each message; ``ValueError`` for a wrong one."""
     link, contents = office.channels[0], Contents()
-    posted = deque(
-        (link.irecv(buffer), buffer) for buffer in (bytearray(contents.MAX_BYTES) for _ in range(_NUM_POSTED))
-    )
+    buffers = [bytearray(contents.MAX_BYTES) for _ in range(_NUM_POSTED)]
+    posted = deque((link.irecv(buffer), buffer) for buffer in buffers)
     deliveries: list[tuple[float, int]] = []
     while True:
         request, buffer = posted.popleft()

@@ -46,21 +46,13 @@ _OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killi
 
 @dataclass(frozen=True)
 class RailsSuite:
-    """What to measure, and on which testbed.
+    """What to measure, and on which testbed."""
 
-    Attributes:
-        names: of ``BENCHMARKS``.
-        policies: of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin.
-        num_rails: rails of each host.
-        rate: of a rail, for example ``"2gbit"``.
-        seconds: of a case; by default each benchmark's own.
-    """
-
-    names: Sequence[str]
-    policies: Sequence[str]
-    num_rails: int
-    rate: str
-    seconds: float | None = None
+    names: Sequence[str]  # of ``BENCHMARKS``
+    policies: Sequence[str]  # of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin
+    num_rails: int  # rails of each host
+    rate: str  # of a rail, for example ``"2gbit"``
+    seconds: float | None = None  # of a case; by default each benchmark's own
 
     def run(self, show: Callable[[RailsRecord], None]) -> None:
         """Measure; ``show`` is called with each record as soon as it is there."""

@@ -11,7 +11,7 @@ import torch
 
 from fusco.core.compiled import compiled
 from fusco.core.segments import Segments
-from fusco.cpu.kernels.intrinsics import copy_bytes, copy_memory
+from fusco.cpu.kernels.intrinsics import copy_memory
 
 
 def copy_segments(
@@ -37,7 +37,7 @@ def copy_segments(
     >>> dst.tolist()
     [3, 4, 0, 0, 3, 4]
     """
-    _copy_segments(src.numpy(), src_offset.numpy(), dst.numpy(), dst_offset.numpy(), num_bytes.numpy())
+    _copy_segments(src.data_ptr(), src_offset.numpy(), dst.data_ptr(), dst_offset.numpy(), num_bytes.numpy())
 
 
 def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], dst: torch.Tensor) -> None:
@@ -50,15 +50,20 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
 
 
 class SegmentMemory:
-    """Segments of several tensors as one memory of bytes, in their order."""
+    """Pieces of memory as one memory of bytes, in their order: their addresses, and where each ends in it."""
 
-    def __init__(self, parts: Sequence[Segments]) -> None:
-        self._parts = parts  # which keep their memory
+    def __init__(self, addresses: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], owners: object) -> None:
+        """``owners`` keep the memory."""
+        self._addresses, self._ends, self._owners = addresses, ends, owners
+
+    @classmethod
+    def of(cls, parts: Sequence[Segments]) -> SegmentMemory:
+        """Return the segments of several tensors."""
         found = [part.descriptors for part in parts]
         offsets = [part.memory.data_ptr() + of.offset_bytes.numpy() for part, of in zip(parts, found, strict=True)]
         none = np.zeros(0, np.int64)
-        self._addresses = np.concatenate([none, *offsets])
-        self._ends = np.concatenate([none, *(of.num_bytes.numpy() for of in found)]).cumsum()
+        sizes = np.concatenate([none, *(of.num_bytes.numpy() for of in found)])
+        return cls(np.concatenate([none, *offsets]), sizes.cumsum(), parts)
 
     def read(self, first: int, num_bytes: int, target: int) -> None:
         """Copy bytes from ``first`` on to an address."""
@@ -90,6 +95,6 @@ def _concatenate(addresses: Any, num_bytes: Any, dst: int) -> None:
 
 
 @compiled(nogil=True)
-def _copy_segments(src: Any, src_offset: Any, dst: Any, dst_offset: Any, num_bytes: Any) -> None:
+def _copy_segments(src: int, src_offset: Any, dst: int, dst_offset: Any, num_bytes: Any) -> None:
     for i in range(num_bytes.size):
-        copy_bytes(dst, dst_offset[i], src, src_offset[i], num_bytes[i])
+        copy_memory(dst + dst_offset[i], src + src_offset[i], num_bytes[i])

@@ -13,22 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from fusco.control.atomics import element_pointer
-
 _BYTE_POINTER = ir.IntType(8).as_pointer()
-
-
-@intrinsic
-def copy_bytes(_typing: Any, dst: Any, dst_offset: Any, src: Any, src_offset: Any, num_bytes: Any) -> Any:
-    """Call ``memcpy`` between two uint8 arrays: ``dst[dst_offset:][:num_bytes] = src[src_offset:][:num_bytes]``."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = element_pointer(context, builder, signature.args[0], args[0], args[1])
-        origin = element_pointer(context, builder, signature.args[2], args[2], args[3])
-        cgutils.raw_memcpy(builder, to, origin, args[4], 1)
-        return context.get_dummy_value()
-
-    return types.void(dst, types.int64, src, types.int64, types.int64), generate
 
 
 @intrinsic

@@ -32,15 +32,9 @@ def plan_pairs(
     expert_alignment: int = 1,
     static_rows: int | None = None,
 ) -> PlannedPairs:
-    """Compute ``distribute`` and ``mark_local_ranks`` of ``fusco.planner.distribution`` at once.
+    """Compute ``distribute`` and ``mark_local_ranks`` of ``fusco.planner.distribution`` at once, on the CPU.
 
-    Args:
-        routing: of the node's rows, on the CPU.
-        placement: owners of the experts.
-        rank: this rank.
-        rank_to_local: local ranks of the ranks of this node, -1 for others.
-        expert_alignment: each block is rounded up to a multiple of this.
-        static_rows: rows of the output; ``None`` means as many as needed.
+    ``rank_to_local`` has the local ranks of the ranks of this node, -1 for others (``Topology.locals_of``).
     """
     device = routing.topk_idx.device
     num_experts, num_rows = len(placement.rank_to_experts[rank]), len(routing.topk_idx)

@@ -135,12 +135,8 @@ class Folded(NamedTuple):
 def fold_sums(terms: Terms, first: int, next_local: int, rings: Rings, sums: torch.Tensor) -> Folded:
     """Add the sums of all ranks of the node for one chunk, in order of rank, as far as they have arrived.
 
-    Args:
-        terms: of this rank.
-        first: first row of the chunk.
-        next_local: local rank to continue with; 0 sets all sums to zero first.
-        rings: from the other ranks.
-        sums: float32 or float64 (num_rows of the chunk, hidden); changed in place.
+    The chunk begins with row ``first``. ``next_local`` is the local rank to continue with; 0 sets all sums to zero
+    first. ``sums``, float32 or float64 (num_rows of the chunk, hidden), are changed in place.
     """
     return Folded(*_fold_sums(terms, first, next_local, rings, sums.numpy()))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fusco.control.atomics import load_acquire_at, store_release_at
-from fusco.control.machine_calls import NUM_ARGUMENTS, call_at, yield_address
+from fusco.control.machine_calls import NUM_ARGUMENTS, NUM_YIELD_WORDS, call_at, yield_since, yield_words
 from fusco.core.compiled import compiled
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.launcher import PreparedLaunch
@@ -25,7 +25,8 @@ _LOW_HALF = 0xFFFFFFFF
 _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there are more than 255 calls
 
 # Words of repeated launches, then of each field that changes, then of each call.
-_YIELD, _REPORT, _MAX_YIELDS, _NUM_FIELDS, _NUM_WORDS = range(5)
+_REPORT, _MAX_YIELDS, _NUM_FIELDS, _YIELD = range(4)
+_NUM_WORDS = _YIELD + NUM_YIELD_WORDS
 _FIELD_WORDS, _CALL_WORDS = 3, 1 + NUM_ARGUMENTS
 _REPORT_OF_ID = Report.bad.offset
 CONSTANT = -1
@@ -76,7 +77,7 @@ def _launch(words: Any, values: Any) -> int:
 
 @compiled(nogil=True)
 def _wait(words: Any, ticket: int) -> int:
-    report, polls = words[_REPORT], 0
+    report, polls, since_ns = words[_REPORT], 0, 0
     while True:
         seen: int = load_acquire_at(report)
         if seen & _LOW_HALF == ticket:
@@ -84,9 +85,9 @@ def _wait(words: Any, ticket: int) -> int:
             return seen >> 32 if is_valid else INVALID_ID
         polls += 1
         if polls % _POLLS_PER_YIELD == 0:
-            if polls == _POLLS_PER_YIELD * words[_MAX_YIELDS]:
+            since_ns = yield_since(words[_YIELD:], since_ns)
+            if since_ns < 0 or polls == _POLLS_PER_YIELD * words[_MAX_YIELDS]:
                 return NOT_REPORTED
-            call_at(words[_YIELD], 0, 0, 0, 0, 0, 0)
 
 
 class RepeatedLaunches:
@@ -121,7 +122,7 @@ class RepeatedLaunches:
             self._words[at : at + 1 + len(call.arguments)] = [call.function, *call.arguments]
             for argument, value in call.values.items():
                 fields += [self._words.ctypes.data + 8 * (at + 1 + argument), value, call.arguments[argument]]
-        head = [yield_address(), report, int(patience_ms * _YIELDS_PER_MS), num_fields]
+        head = [report, int(patience_ms * _YIELDS_PER_MS), num_fields, *yield_words()]
         self._words[:first_call] = [*head, *fields]
         self._values = np.zeros(num_values, dtype=np.int64)
         self._pack = partial(struct.Struct(f"{num_values}q").pack_into, self._values.data, 0)

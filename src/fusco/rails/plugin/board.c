@@ -107,17 +107,17 @@ static int count_workers(struct board *board) {
 
 /* Write the header of a new file, check that of an old one; NULL or what is wrong. */
 static const char *check_or_format(int fd, const struct stat *found) {
-  struct header header;
+  struct header header = {0};
+  static const struct header NONE = {0};
   if (found->st_uid != geteuid() || !S_ISREG(found->st_mode)) return "it belongs to another user; remove it";
-  if (!found->st_size) {
-    int code = posix_fallocate(fd, 0, BOARD_BYTES);
+  if (pread(fd, &header, sizeof header, 0) < 0) return strerror(errno);
+  if (found->st_size <= BOARD_BYTES && !memcmp(&header, &NONE, sizeof header)) { /* new, or its maker was killed before it wrote the header */
+    int code;
+    while ((code = posix_fallocate(fd, 0, BOARD_BYTES)) == EINTR) continue;
     if (code) return strerror(code);
     return pwrite(fd, &HEADER, sizeof HEADER, 0) == (ssize_t)sizeof HEADER ? NULL : strerror(errno);
   }
-  if (found->st_size != BOARD_BYTES || pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header || memcmp(&header, &HEADER, sizeof header)) {
-    return "it is no board of rails of this version; remove it";
-  }
-  return NULL;
+  return found->st_size == BOARD_BYTES && !memcmp(&header, &HEADER, sizeof header) ? NULL : "it is no board of rails of this version; remove it";
 }
 
 bool board_open(struct board *board, const char *path, double limit_s, char *why, size_t why_bytes) {

@@ -189,7 +189,7 @@ void channel_write(struct channel *channel) {
     if (why) {
       channel_drop(connection, why, true);
     } else if (connection->wants_write) {
-      loop_watch(channel->loop, &connection->watched, EPOLLIN | EPOLLOUT, false);
+      loop_watch(channel->loop, &connection->watched, EPOLLIN | EPOLLOUT);
     }
   }
 }
@@ -360,7 +360,7 @@ void channel_on_event(struct watched *watched, uint32_t events) {
   const char *why = NULL;
   if (events & EPOLLOUT) {
     why = write_or_read_rest(connection);
-    if (!why && !connection->wants_write) loop_watch(channel->loop, watched, EPOLLIN, false);
+    if (!why && !connection->wants_write) loop_watch(channel->loop, watched, EPOLLIN);
   }
   if (!why && events & ~(uint32_t)EPOLLOUT) why = connection_read(connection, READ_BUDGET);
   if (why) channel_drop(connection, why, true);
@@ -395,7 +395,11 @@ void channel_attach(struct channel *channel, int fd, int rail, uint32_t incarnat
   channel->was_connected = true;
   if (!channel->first_connected_ns) channel->first_connected_ns = now_ns();
   atomic_fetch_or(&channel->usable, 1u << rail);
-  loop_watch(channel->loop, &connection->watched, EPOLLIN, true);
+  const char *why = loop_add(channel->loop, &connection->watched, EPOLLIN);
+  if (why) {
+    channel_drop(connection, why, true);
+    return;
+  }
   if (channel->num_connections == 1) grant_again(channel);
   channel_pump(channel);
 }

@@ -187,6 +187,7 @@ static int count_loops(const struct host *host) {
   return num < 1 ? 1 : num > 4 ? 4 : (int)num;
 }
 
+static bool end_threads(struct host *host);
 static void end(struct host *host);
 
 static bool start(struct host *host) {
@@ -217,7 +218,14 @@ static bool start(struct host *host) {
     end(host);
     return false;
   }
-  for (int i = 0; i < host->num_rails; i++) loop_watch(host->loops, &host->listeners[i]->watched, EPOLLIN, true);
+  for (int i = 0; i < host->num_rails; i++) {
+    const char *problem = loop_add(host->loops, &host->listeners[i]->watched, EPOLLIN);
+    if (!problem) continue;
+    say(true, "cannot wait for connections on %s: %s", host->rails[i].interface, problem);
+    end_threads(host);
+    end(host);
+    return false;
+  }
   say(false, "worker %d of this host, %d rails, %d threads, board %s", host->worker, host->num_rails, host->num_loops, host->board.path);
   return true;
 failed:

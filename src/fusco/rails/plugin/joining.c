@@ -202,7 +202,7 @@ static void on_client(struct watched *watched, uint32_t events) {
 
 static void set_accepting(bool accepts) {
   for (int rail = 0; rail < the_host->num_rails; rail++) {
-    loop_watch(the_host->loops, &the_host->listeners[rail]->watched, accepts ? EPOLLIN : 0, false);
+    loop_watch(the_host->loops, &the_host->listeners[rail]->watched, accepts ? EPOLLIN : 0);
   }
   the_host->paused_until_ns = accepts ? 0 : now_ns() + PAUSE_NS;
 }
@@ -225,10 +225,12 @@ static void on_listener(struct watched *watched, uint32_t events) {
   /* Nothing but credits leaves by it, and TCP's acknowledgements of its class: they must not wait behind borrowed chunks. */
   configure_socket(fd, the_host->rails[listener->rail].address.ss_family, false);
   send_all(fd, &hello, sizeof hello);
-  loop_watch(loop, &joining->watched, EPOLLIN, true);
   joining->next = the_host->joinings;
   the_host->joinings = joining;
-  if (++the_host->num_joinings > MAX_JOINING) {
+  the_host->num_joinings++;
+  if (loop_add(loop, &joining->watched, EPOLLIN)) {
+    refuse(joining); /* the peer tries again */
+  } else if (the_host->num_joinings > MAX_JOINING) {
     struct joining *oldest = joining;
     while (oldest->next) oldest = oldest->next;
     refuse(oldest);
@@ -351,7 +353,7 @@ static void on_server(struct watched *watched, uint32_t events) {
       return;
     }
     joining->is_connecting = false;
-    loop_watch(joining->loop, watched, EPOLLIN, false);
+    loop_watch(joining->loop, watched, EPOLLIN);
   }
   if (!(events & ~(uint32_t)EPOLLOUT)) return;
   int complete = read_message(joining, &why);
@@ -403,11 +405,8 @@ static void dial(struct channel *channel, int rail, int64_t now) {
   joining->deadline_ns = now + attempt->limit_ns;
   configure_socket(fd, local->address.ss_family, host_defers(rail));
   int code = begin_connect(fd, local, channel->peer_address + rail);
-  if (code) {
-    attempt_failed(joining, strerror(code), code == ECONNREFUSED);
-  } else {
-    loop_watch(channel->loop, &joining->watched, EPOLLOUT, true);
-  }
+  const char *why = code ? strerror(code) : loop_add(channel->loop, &joining->watched, EPOLLOUT);
+  if (why) attempt_failed(joining, why, code == ECONNREFUSED);
 }
 
 /* Begin attempts on rails that are not connected, and give up late ones. */

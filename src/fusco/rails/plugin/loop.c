@@ -44,9 +44,14 @@ void loop_kick(struct channel *channel, bool closes) {
   if (loop->is_asleep) wake(loop);
 }
 
-void loop_watch(struct loop *loop, struct watched *watched, uint32_t events, bool is_new) {
+const char *loop_add(struct loop *loop, struct watched *watched, uint32_t events) {
   struct epoll_event event = {.events = events, .data.ptr = watched};
-  epoll_ctl(loop->epoll_fd, is_new ? EPOLL_CTL_ADD : EPOLL_CTL_MOD, watched->fd, &event);
+  return epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, watched->fd, &event) ? strerror(errno) : NULL;
+}
+
+void loop_watch(struct loop *loop, struct watched *watched, uint32_t events) { /* needs no memory, so it cannot fail */
+  struct epoll_event event = {.events = events, .data.ptr = watched};
+  epoll_ctl(loop->epoll_fd, EPOLL_CTL_MOD, watched->fd, &event);
 }
 
 int loop_detach(struct loop *loop, struct watched *watched) {

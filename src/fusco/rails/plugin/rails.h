@@ -96,7 +96,8 @@ struct loop {
 
 bool loop_start(struct loop *loop, int index); /* false with errno; loop_free follows in any case */
 void loop_stop(struct loop *loop);
-void loop_watch(struct loop *loop, struct watched *watched, uint32_t events, bool is_new);
+const char *loop_add(struct loop *loop, struct watched *watched, uint32_t events); /* NULL, or why not: no memory, say */
+void loop_watch(struct loop *loop, struct watched *watched, uint32_t events);      /* for other events than before */
 void loop_forget(struct loop *loop, struct watched *watched, bool aborts); /* closes and, later, releases it */
 int loop_detach(struct loop *loop, struct watched *watched);               /* the same, but returns the descriptor */
 void loop_kick(struct channel *channel, bool closes);                      /* has its loop look at a channel */
