@@ -60,7 +60,7 @@ def yield_since(words: Any, since_ns: Any) -> Any:
     ``since_ns`` is what this returned before, at first 0. Returns -1 when a spin should end, after 20 ms: until then
     its thread does not look for ranks that are gone.
     """
-    call_at(words[0], 0, 0, 0, 0, 0, 0)  # type: ignore[call-arg]
+    call_at(words[0], 0, 0, 0, 0, 0, 0)
     time = words[2:].ctypes.data
     call_at(words[1], _CLOCK_MONOTONIC, time, 0, 0, 0, 0)
     now_ns = load_acquire_at(time) * 1_000_000_000 + load_acquire_at(time + 8)
