@@ -271,6 +271,13 @@ def check_other_weights_along_handles(group: dist.ProcessGroup) -> None:
         other = elastic.dispatch(x, topk_weights=weights, handle=expanded)[2]
         assert_same_bits(other, of_expanded * factor, "weights of expanded rows")
     assert hybrid.dispatch(x, handle=handle)[1] is None
+    # Of fewer experts a token than the communicator has room for, and of other negative ids for none.
+    few = {"topk_weights": given[0][:, :1]}
+    _, first, *_, of_few = hybrid.dispatch_with_permute(hidden=x, topk_idx=ids[:, :1], **few)
+    assert_same_bits(hybrid.dispatch_with_permute(hidden=x, handle=of_few, **few)[1], first, "weights of few experts")
+    none = torch.where(ids < 0, -2, ids)
+    _, of_node, _, handle = hybrid.dispatch(x, topk_idx=none, topk_weights=given[0], num_of_experts=num_experts)
+    assert_same_bits(hybrid.combine(rows, of_node, handle)[1].contiguous(), dense[0], "weights of tokens")
 
 
 def check_layers_with_different_experts(group: dist.ProcessGroup) -> None:

@@ -58,7 +58,7 @@ class _KernelCache(_Cache):
 
     def _file(self, sig: Any, codegen: Any) -> str:
         """Return the file of a signature, for this machine and these versions of numba and Python."""
-        made_for = f"{sig} {codegen.magic_tuple()} {numba.__version__} {sys.implementation.cache_tag}"
+        made_for = f"{sig} {codegen.magic_tuple()} {numba.__version__} {sys.implementation.cache_tag}{sys.abiflags}"
         code, digest = self._function.__code__, hashlib.sha256(made_for.encode()).hexdigest()[:16]
         return f"{self.cache_path}/{code.co_name}-{code.co_firstlineno}.{digest}.nbc"
 

@@ -41,7 +41,8 @@ class _Sent:
     comm: Communicator  # the communicator that owns ``handle``
     max_bytes_per_token: int  # of the communicator
     handle: Handle  # of its dispatch
-    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk)
+    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk of all ranks)
+    num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
     num_experts: int  # of all ranks together
     kept: KeptTensors = field(default_factory=KeptTensors)  # at most 16 bytes a token and k
@@ -195,6 +196,7 @@ class HybridEPBuffer:
             )
             return comm, capacity, padded, sent
 
+        num_topk = ids.shape[1]
         comm, capacity, ids, sent = comms.run(need, hidden.device, dispatch)
         self._maps.widen(ids.shape[1])
         if non_blocking:
@@ -210,7 +212,7 @@ class HybridEPBuffer:
         if pad_multiple:
             counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
         scales = None if scaling_factor is None else sent.payloads[1]
-        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, ids, counts, num_experts)
+        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, ids, num_topk, counts, num_experts)
         return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
 
     @torch.no_grad()
@@ -344,8 +346,9 @@ class HybridEPBuffer:
             if probs is not None:
                 columns = sent.kept.get("columns", probs.device, lambda: sent.topk_idx.clamp(min=0))
                 topk_weights = probs.gather(1, columns)
-            weights = None if topk_weights is None else topk_weights.float()
-            require_weights(weights, sent.topk_idx.shape)
+            else:
+                require_weights(topk_weights, torch.Size((len(sent.topk_idx), sent.num_topk)))
+            weights = None if topk_weights is None else _padded(topk_weights.float(), sent.topk_idx.shape[1], 0)
         rows, of_rows = dispatch_again(
             sent.comm, sent.handle, sent.max_bytes_per_token, payloads, weights, self._dispatch_launch
         )

@@ -42,8 +42,8 @@ def map_to_indices(routing_map: torch.Tensor, num_topk: int) -> torch.Tensor:
 
 
 def places_of(topk_idx: torch.Tensor) -> torch.Tensor:
-    """Return where ``scattered`` puts values of experts: one column behind the expert's, and the first for -1."""
-    return topk_idx + 1
+    """Return where ``scattered`` puts values of experts: one column behind the expert's, and the first for none."""
+    return (topk_idx + 1).clamp_(min=0)
 
 
 def scattered(places: torch.Tensor, values: torch.Tensor, num_columns: int) -> torch.Tensor:
