@@ -209,6 +209,7 @@ class Session:
     def end(self, reason: str) -> None:
         """Refuse all further calls."""
         self.broken = reason
+        self._watchdog.end_all()
         self._on_broken()
 
     def close(self) -> None:

@@ -108,9 +108,13 @@ class StatusServer:
         """Report that this rank, ``rank``, has left, to ranks all at once; ranks that cannot be reached are skipped."""
         self._request(addresses, {"departure": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
 
+    def leave_siblings(self) -> None:
+        """Count no more for the status of others: the call in which this communicator failed is not under way."""
+        self._siblings.discard(self)
+
     def close(self) -> None:
         """Stop listening."""
-        self._siblings.discard(self)
+        self.leave_siblings()
         self._server.close()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

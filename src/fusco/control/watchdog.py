@@ -150,6 +150,10 @@ class Watchdog:
         """Note that the collective has ended on this rank."""
         self._status_server.note(self._collective, self._operation, "")
 
+    def end_all(self) -> None:
+        """Note that no collective will follow."""
+        self._status_server.leave_siblings()
+
     def progress(self) -> None:
         """Note that the wait has made progress, which restarts the limit."""
         self._since_progress = time.monotonic()

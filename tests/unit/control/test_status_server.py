@@ -44,6 +44,9 @@ def test_a_rank_outside_a_communicator_says_in_which_call_of_another_one_it_is()
         one.note(2, "combine #2", "")
         other.note(3, "dispatch #3", "")
         assert one.status.elsewhere == ""
+        other.note(4, "dispatch #4", "records of node 0")
+        other.leave_siblings()  # as it has failed in it
+        assert one.status.elsewhere == ""
     assert not siblings
 
 
