@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusco.cuda.device_plan import is_capturing
+from fusco.cuda.device_plan import capture_number
 from fusco.cuda.stream_order import raw_stream_of
 
 
@@ -14,25 +14,22 @@ class KeptTensors:
     """Tensors by name, which live as long as the object that has them. Calls must not change them.
 
     A call on another CUDA stream makes its own, as nothing orders the two streams. What a graph makes is in its own
-    memory, and undefined before its first replay: it is not kept; and what is made in a capture from the start is not
-    kept for calls outside, as each replay changes it.
+    memory, and undefined before its first replay: it is kept for calls of the capture that this object was made in, and
+    for no others.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream
-        self._is_captured = is_capturing()
+        self._capture = capture_number()
 
     def get(self, name: str, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the tensor of this name on the current stream of a device; ``make`` makes it if it is not kept."""
         if device.type != "cuda":
             return self._kept((name, 0), make)
-        is_in_graph = is_capturing()
-        if self._is_captured and not is_in_graph:
-            return make()
-        key = (name, _stream(device))
-        if is_in_graph and not self._is_captured:
-            return self._made[key] if key in self._made else make()
-        return self._kept(key, make)
+        capture, key = capture_number(), (name, _stream(device))
+        if capture == self._capture:
+            return self._kept(key, make)
+        return make() if self._capture or key not in self._made else self._made[key]
 
     def _kept(self, key: tuple[str, int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         if key not in self._made:

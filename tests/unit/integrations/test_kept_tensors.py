@@ -26,11 +26,11 @@ class Maker:
 
 @pytest.fixture
 def current(monkeypatch):
-    """Set the current stream, and whether a graph captures it."""
+    """Set the current stream, and the number of the capture that it is in."""
 
-    def set_current(stream: int, *, is_capturing: bool = False) -> None:
+    def set_current(stream: int, *, capture: int = 0) -> None:
         monkeypatch.setattr(kept_tensors, "_stream", lambda _: stream)
-        monkeypatch.setattr(kept_tensors, "is_capturing", lambda: is_capturing)
+        monkeypatch.setattr(kept_tensors, "capture_number", lambda: capture)
 
     set_current(1)
     return set_current
@@ -52,20 +52,22 @@ def test_another_stream_has_its_own_as_nothing_orders_the_two(current):
 
 def test_what_a_capture_makes_is_not_kept_and_what_was_made_before_is_used_in_it(current):
     kept, make = KeptTensors(), Maker()
-    current(1, is_capturing=True)
+    current(1, capture=5)
     assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [1, 2]
     current(1)
     assert int(kept.get("a", CUDA, make)) == 3
-    current(1, is_capturing=True)
+    current(1, capture=5)
     assert int(kept.get("a", CUDA, make)) == 3
 
 
 def test_what_a_graph_changes_in_each_replay_is_kept_inside_alone(current):
-    current(1, is_capturing=True)
+    current(1, capture=5)
     kept, make = KeptTensors(), Maker()
     assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [1, 1]
     current(1)
     assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [2, 3]
+    current(1, capture=6)
+    assert [int(kept.get("a", CUDA, make)) for _ in range(2)] == [4, 5]
 
 
 def test_without_a_query_for_handles_streams_differ_as_well(monkeypatch):
