@@ -1,4 +1,4 @@
-"""Timeline of device work: named spans on lanes, written as a trace for Perfetto and chrome://tracing."""
+"""Timeline of device work: named spans on tracks, written as a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 class Span:
     """Work on a device: microseconds from the origin to its beginning, and its duration."""
 
-    lane: str
+    track: str
     name: str
     begin_us: float
     duration_us: float
@@ -37,7 +37,7 @@ class Timeline:
     >>> with timeline.span("network", "slice 0"):
     ...     pass
     >>> timeline.spans()
-    [Span(lane='network', name='slice 0', begin_us=1000.0, duration_us=1000.0)]
+    [Span(track='network', name='slice 0', begin_us=1000.0, duration_us=1000.0)]
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
@@ -56,11 +56,11 @@ class Timeline:
         self._origin.record(stream)
 
     @contextmanager
-    def span(self, lane: str, name: str, stream: Any = None) -> Iterator[None]:
+    def span(self, track: str, name: str, stream: Any = None) -> Iterator[None]:
         """Time the work that the block launches on ``stream``; the host does not wait.
 
         Args:
-            lane: the row on which the span is drawn, such as ``"network"``.
+            track: the row on which the span is drawn, such as ``"network"``.
             name: the label of the span.
             stream: the stream on which all of the work is launched; ``None`` means the current one.
         """
@@ -72,20 +72,20 @@ class Timeline:
             yield
         finally:
             end.record(stream)
-            self._marks.append((lane, name, start, end))
+            self._marks.append((track, name, start, end))
 
-    def timed(self, lane: str, name: str, stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
+    def timed(self, track: str, name: str, stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function and return its result; ``span`` has the other arguments."""
-        with self.span(lane, name, stream):
+        with self.span(track, name, stream):
             return function(*args)
 
     def spans(self) -> list[Span]:
         """Return all spans so far, in order of beginning; waits until the device has reached the last of them."""
         origin, spans = self._origin, []
-        for lane, name, start, end in self._marks:
+        for track, name, start, end in self._marks:
             assert origin is not None, "the first span sets the origin"
             end.synchronize()
-            spans.append(Span(lane, name, origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3))
+            spans.append(Span(track, name, origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3))
         return sorted(spans, key=lambda span: span.begin_us)
 
 
@@ -94,11 +94,11 @@ class NoTimeline:
 
     _NOTHING = nullcontext()
 
-    def span(self, lane: str, name: str, stream: Any = None) -> AbstractContextManager[None]:  # noqa: ARG002
+    def span(self, track: str, name: str, stream: Any = None) -> AbstractContextManager[None]:  # noqa: ARG002
         """Do nothing."""
         return self._NOTHING
 
-    def timed(self, _lane: str, _name: str, _stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
+    def timed(self, _track: str, _name: str, _stream: Any, function: Callable[..., _Result], *args: Any) -> _Result:
         """Call a function and return its result; a third of the time of a span that does nothing."""
         return function(*args)
 
@@ -109,24 +109,24 @@ NO_TIMELINE = NoTimeline()
 def write_chrome_trace(
     path: Path, rank_to_spans: Sequence[Sequence[Span]], about: Mapping[str, str] | None = None
 ) -> None:
-    """Write the spans of all ranks in Chrome's trace format: a process for each rank, a thread for each lane.
+    """Write the spans of all ranks in Chrome's trace format: a process for each rank, a thread for each track.
 
-    ``rank_to_spans`` has the ``Timeline.spans`` of each rank; lanes are drawn in order of first appearance. ``about``
+    ``rank_to_spans`` has the ``Timeline.spans`` of each rank; tracks are drawn in order of first appearance. ``about``
     is further information for the reader of the file.
 
     Source: the Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
-    in_order = [span.lane for spans in rank_to_spans for span in spans]
-    lane_to_thread = {lane: thread for thread, lane in enumerate(dict.fromkeys(in_order))}
+    in_order = [span.track for spans in rank_to_spans for span in spans]
+    track_to_thread = {track: thread for thread, track in enumerate(dict.fromkeys(in_order))}
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(rank_to_spans):
-        events += _labels(rank, lane_to_thread)
+        events += _labels(rank, track_to_thread)
         events += [
             {
                 "ph": "X",
                 "pid": rank,
-                "tid": lane_to_thread[span.lane],
-                "cat": span.lane,
+                "tid": track_to_thread[span.track],
+                "cat": span.track,
                 "name": span.name,
                 "ts": round(span.begin_us, 3),
                 "dur": round(span.duration_us, 3),
@@ -137,15 +137,15 @@ def write_chrome_trace(
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _labels(rank: int, lane_to_thread: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return the events that name a rank and its lanes, and order them."""
+def _labels(rank: int, track_to_thread: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the events that name a rank and its tracks, and order them."""
     labels: list[dict[str, Any]] = [
         {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
     ]
-    for lane, thread in lane_to_thread.items():
+    for track, thread in track_to_thread.items():
         about = {"ph": "M", "pid": rank, "tid": thread}
-        labels.append({**about, "name": "thread_name", "args": {"name": lane}})
+        labels.append({**about, "name": "thread_name", "args": {"name": track}})
         labels.append({**about, "name": "thread_sort_index", "args": {"sort_index": thread}})
     return labels
 

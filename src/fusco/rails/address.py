@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Address:
-    """Where an endpoint listens. Anyone who has it can connect, so pass it over a trusted channel.
+    """Address at which an endpoint listens. Anyone who has it can connect, so pass it over a trusted channel.
 
     Attributes:
         worker: the worker, as numbered on its host.

@@ -12,7 +12,7 @@ class Limits:
     """Bounds of the scheduler and of the transport, equal for all channels of an endpoint.
 
     Attributes:
-        chunk_bytes: bytes of a chunk, the unit that is scheduled; 512 KB as in NCCL and FuseLink.
+        chunk_bytes: bytes of a chunk, the unit that is scheduled; 512 KiB as in NCCL and FuseLink.
         direct_first: chunks outstanding on a direct rail up to which it is preferred to idle rails. Two keep a rail
             busy; more would only wait there while idle rails could take them.
         direct_depth: chunks outstanding on a direct rail at most, for each channel. More than ``direct_first``, since

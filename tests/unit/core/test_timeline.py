@@ -90,7 +90,7 @@ def test_where_nothing_is_recorded_nothing_is_made():
         raise ValueError("goes on")
 
 
-def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_lane(tmp_path):
+def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_track(tmp_path):
     ranks = [
         [Span("plan", "plan", 0.0, 10.0), Span("network", "slice 0", 10.0, 20.12345)],
         [Span("network", "slice 0", 11.0, 20.0), Span("scatter", "slice 0", 31.0, 5.0)],
@@ -105,9 +105,9 @@ def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_lane(tmp_path
         (1, 2, "slice 0", 31.0, 5.0),
     ]
     labels = [event for event in trace["traceEvents"] if event["ph"] == "M"]
-    lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in labels if event["name"] == "thread_name"}
-    assert lanes == {
-        (rank, thread): lane for rank in (0, 1) for thread, lane in enumerate(("plan", "network", "scatter"))
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in labels if event["name"] == "thread_name"}
+    assert tracks == {
+        (rank, thread): track for rank in (0, 1) for thread, track in enumerate(("plan", "network", "scatter"))
     }
     processes = {event["pid"]: event["args"]["name"] for event in labels if event["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
