@@ -70,6 +70,7 @@ def test_a_message_waits_until_its_receive_is_posted(transport_of):
         for _ in range(100):
             transport.poll()
         was_done, memory = sending.is_done, torch.empty_like(message)
+        store_gather.all_gather("both have looked", None)
         receiving = transport.receive(memory, peer)
         finish(transport, [sending, receiving])
         has_moved_more = all(transport.poll() for _ in range(100))
