@@ -117,6 +117,7 @@ def test_the_kernel_takes_little_ahead_so_that_the_order_of_sending_holds():
         for _ in range(1000):
             most_unsent = max(most_unsent, num_unsent(transport._connections[peer]))
             transport.poll()
+        store_gather.all_gather("both have looked", None)
         memory = torch.empty(64 << 10, dtype=torch.uint8)
         finish(transport, [*tickets, *(transport.receive(memory, peer) for _ in tickets)])
         transport.close()
