@@ -66,7 +66,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class NamedRail:
-    """What the board keeps of a rail."""
+    """A rail as the board names it."""
 
     interface: str  # its name, of at most 15 bytes
     bits_per_s: int  # its speed; 0 if unknown

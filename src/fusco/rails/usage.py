@@ -1,4 +1,4 @@
-"""Who uses whose NIC, read from the board; without registering on it."""
+"""Use of each NIC by each worker, read from the board without registering on it."""
 
 from __future__ import annotations
 
