@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HostDevice(str, Enum):
-    """What kernels are launched on."""
+    """Device that kernels are launched on."""
 
     NULL = "null"
     CUDA = "cuda"

@@ -1,8 +1,9 @@
-"""Dispatches along a handle of rows together with the weights of their tokens' experts."""
+"""Handles that callers pass back, and dispatches along them together with the weights of tokens' experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,6 +11,19 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
 from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
+
+_Element = TypeVar("_Element")
+
+
+def element_of(handle: Any, place: int, kind: type[_Element], maker: str) -> _Element:
+    """Return an element of a caller's handle; ``TypeError`` unless it has its ``kind``, as those of ``maker`` have."""
+    parts = handle if isinstance(handle, tuple) else ()
+    element = parts[place] if place < len(parts) else None
+    if not isinstance(element, kind):
+        names = ", ".join(type(part).__name__ for part in parts)
+        given = f"({names})" if isinstance(handle, tuple) else type(handle).__name__
+        raise TypeError(f"this call needs the handle that {maker} returned, got {given}")
+    return element
 
 
 def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> None:

@@ -12,7 +12,7 @@ from fusco.integrations.expert_rows import SentRows
 
 @dataclass(frozen=True, eq=False)
 class DispatchRequest:
-    """What a dispatch was asked for."""
+    """Arguments of a dispatch."""
 
     num_experts: int  # of all ranks together
     expert_alignment: int  # of the experts' blocks, in rows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +101,10 @@ class RankRouting:
     def require_topk_idx(self) -> torch.Tensor:
         """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
         if self.topk_idx is None:
-            raise ValueError("values of experts can be combined only if the dispatch had topk_idx")
+            raise ValueError(
+                "weights and values of experts need the handle of a dispatch with topk_idx; this one's had "
+                "is_token_in_rank only"
+            )
         return self.topk_idx
 
 
@@ -214,10 +216,3 @@ def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.
     places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(min=0)
     is_in = topk_idx.new_zeros(len(topk_idx), num_ranks + 2, dtype=torch.bool)
     return is_in.scatter_(1, places, value=True)[:, 1:-1]
-
-
-def checked_handle(routing: Any) -> RankRouting:
-    """Return a caller's handle as a routing; raises ``TypeError`` for another one."""
-    if not isinstance(routing, RankRouting):
-        raise TypeError(f"this call needs the handle of a dispatch, got {type(routing).__name__}")
-    return routing

@@ -99,7 +99,7 @@ class Copier:
 
     @property
     def reason(self) -> str:
-        """Why copies take the GPU's own link only, now; empty if they may take others."""
+        """Reason why copies take the GPU's own link only, now; empty if they may take others."""
         return self._reason if self._links is None else self._links.reason
 
     @property
@@ -109,7 +109,7 @@ class Copier:
 
     @property
     def links(self) -> SharedLinks | None:
-        """What is shared with other processes; ``None`` if no other link can ever be used."""
+        """Links shared with other processes; ``None`` if no other link can ever be used."""
         return self._links
 
     def rail_name(self, rail: int) -> str:

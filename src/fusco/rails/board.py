@@ -66,7 +66,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class NamedRail:
-    """What the board keeps of a rail."""
+    """A rail as the board names it."""
 
     interface: str  # its name, of at most 15 bytes
     bits_per_s: int  # its speed; 0 if unknown
@@ -95,16 +95,31 @@ class Board:
     def __init__(self, path: Path | None = None) -> None:
         """Open the board, or make it; ``SharedMemoryError`` if that fails or another user owns the file."""
         self.path = path or default_path()
+        self._map_file()
+
+    def _map_file(self) -> None:
+        self._fd = -1
         try:
-            self._fd = self._open()
+            fd = self._open()
             try:
-                self._map = mmap.mmap(self._fd, _NUM_BYTES)
+                self._map = mmap.mmap(fd, _NUM_BYTES)
             except BaseException:
-                os.close(self._fd)
+                os.close(fd)
                 raise
         except OSError as error:
             raise SharedMemoryError(f"cannot open the board of rails {self.path}: {reason_of(error)}") from error
-        self.fields = memoryview(self._map).cast("Q")
+        self._fd, self.fields = fd, memoryview(self._map).cast("Q")
+
+    def follow(self) -> bool:
+        """Open the board anew if its last user has removed the file, since later users have another; return whether.
+
+        Raises ``SharedMemoryError`` if that fails; the board is closed then.
+        """
+        if os.fstat(self._fd).st_nlink:
+            return False
+        os.close(self._fd)  # and with it its lock; the old memory is unmapped with the last reference to it
+        self._map_file()
+        return True
 
     def close(self) -> None:
         """Unmap the board; without registered workers that live, remove its file."""
@@ -131,13 +146,16 @@ class Board:
         return self.fields[_GENERATION]
 
     def register(self, worker: int, direct: int, rails: Sequence[NamedRail | Rail]) -> int:
-        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails."""
+        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails.
+
+        Follows the file, as ``follow``, so no other row may be in use.
+        """
         pid = os.getpid()
         try:
             start = _start_time(pid)
         except OSError as error:
             raise SharedMemoryError(f"cannot register on the board of rails {self.path}: {reason_of(error)}") from error
-        with self._locked():
+        with self._locked(follows=True):
             self._reset_dead()
             rows = {each.row for each in self.workers()}
             free = next((row for row in range(MAX_WORKERS) if row not in rows), None)
@@ -221,8 +239,10 @@ class Board:
             time.sleep(_LOCK_PAUSE_S)
 
     @contextlib.contextmanager
-    def _locked(self, limit_s: float | None = None) -> Iterator[None]:
+    def _locked(self, limit_s: float | None = None, *, follows: bool = False) -> Iterator[None]:
         self._lock(self._fd, limit_s)
+        while follows and self.follow():
+            self._lock(self._fd, limit_s)
         try:
             yield
         finally:

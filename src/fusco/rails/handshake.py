@@ -28,7 +28,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What an end says of itself."""
+    """Identity of one end of a connection."""
 
     worker: int  # its number on its host
     num_rails: int  # rails of its host

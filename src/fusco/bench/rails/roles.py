@@ -1,4 +1,4 @@
-"""What workers do in benchmarks; every function runs in a worker's process."""
+"""Tasks of workers in benchmarks; every function runs in a worker's process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STOP = b""  # a message without bytes ends a sink
 
 @dataclass(frozen=True)
 class Moved:
-    """What a flow has moved: bytes that were delivered within ``seconds``."""
+    """Bytes of a flow that were delivered within ``seconds``."""
 
     num_bytes: int
     seconds: float

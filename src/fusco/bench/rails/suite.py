@@ -46,7 +46,7 @@ _OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killi
 
 @dataclass(frozen=True)
 class RailsSuite:
-    """What to measure, and on which testbed."""
+    """Selection of benchmarks, and the testbed that they run on."""
 
     names: Sequence[str]  # of ``BENCHMARKS``
     policies: Sequence[str]  # of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin
