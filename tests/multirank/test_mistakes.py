@@ -179,6 +179,7 @@ DIFFERENCES = [
     ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
     ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['lanes'], got 'static'"),
     ({"balancer": 3}, "TypeError", "balancer must be a function of the traffic"),
+    ({"settings": {"timeout_s": 1}}, "TypeError", "settings must be Settings, got {'timeout_s': 1}"),
 ]
 
 

@@ -57,6 +57,8 @@ class CommunicatorConfig:
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
             )
+        if not isinstance(self.settings, Settings):
+            raise TypeError(f"settings must be Settings, got {self.settings!r}")
         capacity = Capacity(
             max_tokens_per_rank=self.max_tokens_per_rank,
             max_bytes_per_token=self.max_bytes_per_token,
@@ -145,7 +147,8 @@ def check_device(device: str | torch.device) -> torch.device:
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
     """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does."""
-    store_gather = StoreGather(check_process_group(group), config.settings.timeout_s)
+    settings = config.settings if isinstance(config.settings, Settings) else Settings()  # rejected with other ranks
+    store_gather = StoreGather(check_process_group(group), settings.timeout_s)
     try:
         return _create(store_gather, config)
     except Exception as error:
