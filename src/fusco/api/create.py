@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusco
 from fusco.api.collective import REFUSALS
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
@@ -82,6 +83,7 @@ class CommunicatorConfig:
         """Return the values that must be equal on all ranks."""
         placement, device = validator.placement, validator.device
         return {
+            "fusco": fusco.__version__,  # others may exchange other records
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
             "num_experts": self.num_experts,
