@@ -19,7 +19,7 @@ from fusco.api.autograd import (
 )
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
-from fusco.api.handle import Dispatched, Handle, without_weights
+from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.membership import Membership
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
@@ -103,7 +103,7 @@ class Communicator(Membership):
             ranks_per_node=ranks_per_node,
             balancer=balancer,
             device=device,
-            settings=settings or Settings(),
+            settings=Settings() if settings is None else settings,
         )
         self._join(create(group, config))
 
@@ -168,7 +168,7 @@ class Communicator(Membership):
             self._engine.prepare_dispatch,
         )
         plan, rows, weights = output.plan, output.rows, output.weights
-        handle = Handle(plan, topk_weights, self._session.sequence_number)
+        handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
         if with_weights or wants_grad(payloads[0]):
             given, made = topk_weights if with_weights else None, Precomputed(rows[0], weights)
             first, weights = DispatchRows.apply(payloads[0], given, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]

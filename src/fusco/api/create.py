@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusco
 from fusco.api.collective import REFUSALS
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
@@ -57,6 +58,8 @@ class CommunicatorConfig:
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
             )
+        if not isinstance(self.settings, Settings):
+            raise TypeError(f"settings must be Settings, got {self.settings!r}")
         capacity = Capacity(
             max_tokens_per_rank=self.max_tokens_per_rank,
             max_bytes_per_token=self.max_bytes_per_token,
@@ -80,6 +83,7 @@ class CommunicatorConfig:
         """Return the values that must be equal on all ranks."""
         placement, device = validator.placement, validator.device
         return {
+            "fusco": fusco.__version__,  # others may exchange other records
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
             "num_experts": self.num_experts,
@@ -145,7 +149,8 @@ def check_device(device: str | torch.device) -> torch.device:
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
     """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does."""
-    store_gather = StoreGather(check_process_group(group), config.settings.timeout_s)
+    settings = config.settings if isinstance(config.settings, Settings) else Settings()  # rejected with other ranks
+    store_gather = StoreGather(check_process_group(group), settings.timeout_s)
     try:
         return _create(store_gather, config)
     except Exception as error:

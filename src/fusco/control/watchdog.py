@@ -12,7 +12,7 @@ from typing import NoReturn
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
 from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
-from fusco.core.errors import PeerFailureError, Stall, cleanup_after
+from fusco.core.errors import ClosedError, PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _PATIENCE = 0.7
@@ -82,6 +82,7 @@ class Watchdog:
         self._pause_s, self._counter_wait = _FIRST_PAUSE_S, CounterWait()
         # When this wait found a rank missing, since anything moved; and when this collective found a failure.
         self._since_loss = self._since_failure = math.inf
+        self._interruption = ""
 
     def add_network_probe(self, failure: Callable[[], str]) -> None:
         """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
@@ -154,6 +155,10 @@ class Watchdog:
         """Note that no collective will follow."""
         self._status_server.leave_siblings()
 
+    def interrupt(self, reason: str) -> None:
+        """Make all waits of this rank raise ``ClosedError``, the one under way first."""
+        self._interruption = reason
+
     def progress(self) -> None:
         """Note that the wait has made progress, which restarts the limit."""
         self._since_progress = time.monotonic()
@@ -184,6 +189,8 @@ class Watchdog:
 
         With ``counters`` no longer than until they have their values, or with ``is_any`` until one of them has.
         """
+        if self._interruption:
+            raise ClosedError(f"{self._operation} cannot go on: {self._interruption}")
         if self.poll():
             self.progress()
             return
