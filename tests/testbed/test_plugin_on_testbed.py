@@ -26,7 +26,7 @@ def of_line_rate(bed, num_rails, seconds=0.5):
     with Crew(bed, PLUGIN, num_rails=num_rails) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink, 16 << 20)
+        receiver.begin(roles.sink)
         sender.begin(roles.flow, time.monotonic() + START_S, seconds)
         receiver.result()
         return sender.result().gbytes_per_s * 8e9 / RATE / num_rails

@@ -31,7 +31,7 @@ def speed(bed, policy, num_rails, seconds=0.8):
     with Crew(bed, POLICIES[policy], num_rails=num_rails) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink, 16 << 20)
+        receiver.begin(roles.sink)
         sender.begin(roles.flow, time.monotonic() + START_S, seconds)
         receiver.result()
         return sender.result().gbytes_per_s * 8e9 / RATE
@@ -73,7 +73,7 @@ def test_the_board_is_shown(bed):
     with Crew(bed, POLICIES["fuselink"]) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink, 16 << 20)
+        receiver.begin(roles.sink)
         sender.begin(roles.flow, time.monotonic() + START_S, 2.5)
         time.sleep(START_S)
         command = [sys.executable, "-m", "fusco", "rails", "--once", "--interval", "0.3", "--board", crew.board(0)]

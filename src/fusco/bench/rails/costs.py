@@ -68,10 +68,9 @@ def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Re
         if not POLICIES[name].monitored:
             continue
         with Crew(bed, POLICIES[name], num_rails=2) as crew:
-            senders, receivers = crew.hire((0, 0), (0, 1)), crew.hire((1, 0), (1, 1))
-            crew.connect(list(zip(senders, receivers, strict=True)))
+            senders, receivers = crew.hire_pairs(2)
             for receiver in receivers:
-                receiver.begin(roles.sink, 16 << 20)
+                receiver.begin(roles.sink)
             begin = time.monotonic() + START_S
             arrivals = [0.3 + i * _PERIOD_S for i in range(max(1, int((seconds - 0.5) / _PERIOD_S)))]
             senders[0].begin(roles.flow, begin, seconds)

@@ -34,9 +34,9 @@ class Moved:
         return self.num_bytes / self.seconds / 1e9
 
 
-def sink(office: Office, max_bytes: int, channel: int = 0) -> int:
+def sink(office: Office, max_bytes: int = _FLOW_BYTES) -> int:
     """Receive messages of up to ``max_bytes`` until an empty one comes; return the bytes received."""
-    link, buffer, total = office.channels[channel], bytearray(max_bytes), 0
+    link, buffer, total = office.channels[0], bytearray(max_bytes), 0
     posted = deque(link.irecv(buffer) for _ in range(_NUM_POSTED))
     while num_bytes := posted.popleft().wait():
         total += num_bytes
@@ -44,9 +44,9 @@ def sink(office: Office, max_bytes: int, channel: int = 0) -> int:
     return total
 
 
-def flow(office: Office, begin_s: float, seconds: float, channel: int = 0) -> Moved:
+def flow(office: Office, begin_s: float, seconds: float) -> Moved:
     """Send for ``seconds`` from ``begin_s`` (of time.monotonic) on as fast as possible."""
-    link, memory = office.channels[channel], bytes(_FLOW_BYTES)
+    link, memory = office.channels[0], bytes(_FLOW_BYTES)
     time.sleep(max(0.0, begin_s - time.monotonic()))
     begin, moved, last = time.monotonic(), 0, 0.0
     under_way = deque(link.isend(memory) for _ in range(_FLOW_DEPTH))
@@ -61,11 +61,9 @@ def flow(office: Office, begin_s: float, seconds: float, channel: int = 0) -> Mo
     return Moved(moved, last - begin)
 
 
-def stream(
-    office: Office, begin_s: float, arrivals_s: Sequence[float], sizes: Sequence[int], channel: int = 0
-) -> list[float]:
+def stream(office: Office, begin_s: float, arrivals_s: Sequence[float], sizes: Sequence[int]) -> list[float]:
     """Send a message at each arrival (seconds after ``begin_s``); return seconds from its arrival to its delivery."""
-    link, memory = office.channels[channel], memoryview(bytes(max(sizes)))
+    link, memory = office.channels[0], memoryview(bytes(max(sizes)))
     requests = []
     for arrival, size in zip(arrivals_s, sizes, strict=True):
         time.sleep(max(0.0, begin_s + arrival - time.monotonic()))
