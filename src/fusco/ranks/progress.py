@@ -31,19 +31,23 @@ class ProgressReporter:
         self._store.add(_KEY, 1)
 
 
-def latest_note(store: TCPStore) -> str:
-    """Return the latest note; empty if there is none."""
-    return store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else ""
+def new_store() -> TCPStore:
+    """Return a store that this process serves on a free port, so that it outlives any rank."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
-def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
-    """Call ``on_progress`` with the number of finished steps every ``seconds``, from a separate thread."""
-    base, stop = store.add(_KEY, 0), threading.Event()
+def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: float = 0.1) -> Iterator[None]:
+    """Call ``on_progress`` every ``seconds`` from a separate thread: with the number of finished steps, and a note."""
+    stop = threading.Event()
+
+    def look() -> None:
+        num_done = store.add(_KEY, 0)
+        on_progress(num_done, store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else "")
 
     def poll() -> None:
         while not stop.wait(seconds):
-            on_progress(store.add(_KEY, 0) - base)
+            look()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -52,4 +56,4 @@ def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float
     finally:
         stop.set()
         thread.join()
-        on_progress(store.add(_KEY, 0) - base)
+        look()

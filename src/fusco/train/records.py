@@ -37,6 +37,13 @@ class StepRecord:
     shuffle_share: float  # these four over the step, mean over ranks
     expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
 
+    def describe(self) -> str:
+        """Describe the step in one line."""
+        return (
+            f"{self.dispatcher}, step {self.step + 1}: loss {self.loss:.3f}, {self.tokens_per_s:,} tokens/s, dispatch "
+            f"and combine {self.shuffle_share:.0%}, busiest expert {self.expert_imbalance:.2f} x mean"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Measurement):
