@@ -7,8 +7,7 @@ import time
 import pytest
 
 from fusco.bench.rails import contention, roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.faults import flap, kill
 from fusco.rails import Limits
 from fusco.testbed import Testbed

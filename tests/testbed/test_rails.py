@@ -11,8 +11,7 @@ import time
 import pytest
 
 from fusco.bench.rails import contention, roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.faults import flap, kill
 from fusco.rails import POLICIES, Limits
 from fusco.testbed import Testbed

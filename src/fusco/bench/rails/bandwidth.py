@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
 from fusco.testbed import Testbed
-
-START_S = 0.1  # from the order to begin to the beginning, which all workers know by then
 
 
 def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:

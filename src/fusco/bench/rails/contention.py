@@ -1,14 +1,13 @@
-"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7 and Table 2)."""
+"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7, Table 2, section 4.3.2)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew, Member
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member
 from fusco.bench.rails.record import Report, line_rate, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Policy
 from fusco.testbed import Testbed
@@ -55,6 +54,25 @@ def measure_steps(bed: Testbed, _policies: list[str], seconds: float, report: Re
     case = Contention(bed.layout.num_rails - 1, 2_000_000, 0.05)
     for name, policy, limits in STEPS:
         report(str(case), name, run(bed, policy, limits, case, seconds))
+
+
+def measure_incast(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure a flow of host 0 and a victim of host 2, both to host 1, with and without its idle rails in its credits.
+
+    The victim's rail is idle on host 0, so only the receiver knows that it is busy.
+    """
+    variants = [VARIANTS[name] for name in policies]
+    variants += [
+        replace(policy, name=f"{policy.name}, no mask", heeds_receiver=False)
+        for policy in variants
+        if policy.monitored and policy.name != "nccl"
+    ]
+    for policy in variants:
+        with Crew(bed, policy, num_rails=2) as crew:
+            senders, sinks = crew.hire((0, 0), (2, 1)), crew.hire((1, 0), (1, 1))
+            crew.connect(list(zip(senders, sinks, strict=True)))
+            of_victim, speed = send(senders, sinks, scaled(16_000_000, bed), 0.3, seconds)
+        report("victim of another host, 16 MB / 300 ms", policy.name, {**of_victim, "flow GB/s": speed})
 
 
 def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds: float) -> dict[str, float]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.record import Report, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Rail
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board

@@ -17,6 +17,7 @@ from fusco.testbed import Namespaces, Testbed
 
 #: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
 VARIANTS = {**POLICIES, "nccl": replace(POLICIES["fuselink"], name="nccl")}
+START_S = 0.1  # from the order to begin to the beginning, which all workers know by then
 _ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 

@@ -7,8 +7,7 @@ import time
 from itertools import pairwise
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
 from fusco.rails.board import TX_BYTES, Board
 from fusco.testbed import Testbed

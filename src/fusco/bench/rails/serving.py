@@ -10,8 +10,7 @@ from importlib import resources
 import numpy as np
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate, percentile_ms
 from fusco.rails import Policy
 from fusco.testbed import Testbed
