@@ -124,15 +124,14 @@ def run_on_ranks(
     For ranks that are started here, ``environment`` has variables of each, added to this process's, ``prepare``
     compiles kernels first, so that they load them from disk, and ``limit_s`` is the limit of the function.
     """
-    from fusco.ranks.joined_world import JoinedWorld
+    from fusco.ranks.joined_world import run_joined
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import new_store, watching
     from fusco.ranks.torchrun import launched
 
     job = launched()
     if job and job.rank:
-        with JoinedWorld(device) as joined:
-            return joined.run(function, *arguments, None)
+        return run_joined(device, function, *arguments, None)
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
@@ -148,8 +147,8 @@ def run_on_ranks(
 
         if job:
             store = new_store()
-            with JoinedWorld(device) as joined, watching(store, show):
-                return joined.run(function, *arguments, store.port)
+            with watching(store, show):
+                return run_joined(device, function, *arguments, store.port)
         progress.update(task, description="compiling (once)" if prepare else "")
         for each in prepare:
             each()

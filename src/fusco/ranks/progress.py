@@ -12,15 +12,10 @@ _KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/note"
 
 
 class ProgressReporter:
-    """Counts a rank's steps in the store of the process that started the ranks; without its port, does nothing."""
+    """Counts rank 0's steps in the store of ``watching``; on other ranks, or without its port, does nothing."""
 
-    def __init__(self, port: int | None) -> None:
-        self._store = None if port is None else TCPStore("127.0.0.1", port, is_master=False)
-
-    @classmethod
-    def of_rank(cls, rank: int, port: int | None) -> ProgressReporter:
-        """Return a reporter that counts on rank 0 only."""
-        return cls(port if rank == 0 else None)
+    def __init__(self, rank: int, port: int | None) -> None:
+        self._store = None if rank or port is None else TCPStore("127.0.0.1", port, is_master=False)
 
     def advance(self, note: str = "") -> None:
         """Count a finished step, with a note on its result."""

@@ -37,11 +37,10 @@ def train_and_log(
     progress_port: int | None,
 ) -> list[Run]:
     """Train one rank's part of a job, as ``train_rank``; rank 0 appends each step to ``log`` and reports it."""
-    is_first = group.rank() == 0
-    progress = ProgressReporter(progress_port if is_first else None)
+    progress = ProgressReporter(group.rank(), progress_port)
 
     def on_step(step: StepRecord) -> None:
-        write_json_lines([step], log if is_first else None, appends=True)
+        write_json_lines([step], None if group.rank() else log, appends=True)
         progress.advance(step.describe())
 
     return train_rank(job, on_step, keeps_routing=keeps_routing)

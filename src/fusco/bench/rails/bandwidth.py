@@ -19,7 +19,7 @@ def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report:
                 before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
                 receiver.begin(roles.sink)
                 sender.begin(roles.flow, time.monotonic() + START_S, seconds)
-                speed = sender.result().gbytes_per_s
+                speed = sender.result()
                 receiver.result()
                 carried = [bed.counters(0, rail).sent_bytes - before[rail] for rail in range(num_rails)]
             fair = sum(carried) / num_rails

@@ -97,7 +97,7 @@ def send(
     arrivals = [i * period_s for i in range(max(1, int((seconds - warm_up) / period_s)))]
     senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
     latencies = senders[-1].result()
-    speed = sum(flow.result().gbytes_per_s for flow in senders[:-1])
+    speed = sum(flow.result() for flow in senders[:-1])
     for sink in sinks:
         sink.result()
     means = {"victim mean ms": 1e3 * sum(latencies) / len(latencies), "victim p99 ms": percentile_ms(latencies, 99)}

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails.crew import Office
@@ -19,19 +18,6 @@ _NUM_POSTED = 4  # receives that a sink has open
 _FLOW_BYTES, _FLOW_DEPTH = 16 << 20, 3  # messages of a flow, and how many are under way
 _BARRIER_S = 60.0
 _STOP = b""  # a message without bytes ends a sink
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What a flow has moved: bytes that were delivered within ``seconds``."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def gbytes_per_s(self) -> float:
-        """Speed in GB/s (1e9 bytes)."""
-        return self.num_bytes / self.seconds / 1e9
 
 
 def sink(office: Office, max_bytes: int = _FLOW_BYTES) -> int:
@@ -44,8 +30,8 @@ def sink(office: Office, max_bytes: int = _FLOW_BYTES) -> int:
     return total
 
 
-def flow(office: Office, begin_s: float, seconds: float) -> Moved:
-    """Send for ``seconds`` from ``begin_s`` (of time.monotonic) on as fast as possible."""
+def flow(office: Office, begin_s: float, seconds: float) -> float:
+    """Send for ``seconds`` from ``begin_s`` (of time.monotonic) on as fast as possible; return the GB/s (1e9 bytes)."""
     link, memory = office.channels[0], bytes(_FLOW_BYTES)
     time.sleep(max(0.0, begin_s - time.monotonic()))
     begin, moved, last = time.monotonic(), 0, 0.0
@@ -58,7 +44,7 @@ def flow(office: Office, begin_s: float, seconds: float) -> Moved:
     for each in under_way:
         each.wait()
     link.isend(_STOP).wait()
-    return Moved(moved, last - begin)
+    return moved / (last - begin) / 1e9
 
 
 def stream(office: Office, begin_s: float, arrivals_s: Sequence[float], sizes: Sequence[int]) -> list[float]:
