@@ -156,7 +156,11 @@ class CoreTimes:
 
     def since(self, start: CoreTimes) -> CoreTimes:
         """Return what has passed since ``start``."""
-        return CoreTimes(self.process_s - start.process_s, self.busy_s - start.busy_s, self.all_s - start.all_s)
+        # Rounded, so that busy cores are not busier than all of them by an error of float64.
+        busy_s, all_s = (
+            round(now - before, 6) for now, before in ((self.busy_s, start.busy_s), (self.all_s, start.all_s))
+        )
+        return CoreTimes(self.process_s - start.process_s, busy_s, all_s)
 
 
 def others_share(of_ranks: Sequence[Sequence[CoreTimes]]) -> float:
