@@ -28,7 +28,7 @@ class CudaContext:
     watchdog: Watchdog  # waits for peers
     tables: PlanTables  # tables for all plans
     expert_to_node: torch.Tensor  # int32 (num_experts,)
-    timeline: Timeline | NoTimeline = NO_TIMELINE  # of all launches; see ``record``
+    timeline: Timeline | NoTimeline = NO_TIMELINE  # of all further launches
     _prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent, init=False)
     _launchers: Recent[int, Launcher] = field(default_factory=Recent, init=False)
 
@@ -62,10 +62,6 @@ class CudaContext:
         if launcher is None:
             launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
         return launcher
-
-    def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Record all further launches in a timeline."""
-        self.timeline = timeline
 
     @property
     def layout(self) -> DeviceLayout:
