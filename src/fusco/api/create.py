@@ -26,8 +26,7 @@ from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
-from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
-from fusco.cpu.engine import CpuEngine, warm_up
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
@@ -103,12 +102,7 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default one for ``None``.
-
-    Raises:
-        TypeError: if this rank is not in the group.
-        ValueError: if there is no process group.
-    """
+    """Return the group, or the default one for ``None``; ``TypeError`` if this rank is not in it, or ``ValueError``."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")

@@ -233,6 +233,5 @@ def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
 
 
 def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:
-    """Sort the slices in the order of the stages."""
     slices = {node: iter(of_node) for node, of_node in per_node.items()}
     return [next(slices[node]) for node in order_of_slices({n: len(s) for n, s in per_node.items()}, stages)]

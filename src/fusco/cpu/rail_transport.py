@@ -39,18 +39,10 @@ class RailTransport:
         find_rails: Callable[[int], Sequence[Rail]],
         secret: str,
     ) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks, to ``peers`` of other nodes; ``neighbours`` are the ranks of this node.
 
-        Args:
-            store_gather: the all-gather of the group; its ``wait_until`` raises if a rank does not connect.
-            peers: the ranks of other nodes.
-            neighbours: the ranks of this node, with this rank.
-            find_rails: returns the rails of this host for a number of workers.
-            secret: known to ranks only; names the channels.
-
-        Raises:
-            TransportError: on all ranks, if one cannot listen on its rails.
-            FuscoError: see ``StoreGather.wait_until``.
+        ``find_rails`` returns the rails of this host for a number of workers; ``secret`` names the channels. Raises
+        ``TransportError`` on all ranks if one cannot listen on its rails, and as ``StoreGather.wait_until``.
         """
         self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
@@ -144,8 +136,6 @@ class RailTransport:
     def _finisher(
         self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None
     ) -> Callable[[BaseException | None], None]:
-        """Return what is called at the end of a message."""
-
         def finish(error: BaseException | None) -> None:
             if error is None:
                 ticket.is_done = True

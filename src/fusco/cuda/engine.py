@@ -133,7 +133,6 @@ class CudaEngine:
         return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self) -> Shuffle[Any]:
-        """Make the shuffle for one node or several; it takes the plans that it makes."""
         planner = DevicePlanner(self._context)
         own_rows = OwnRows(self._context)
         if not self._network:

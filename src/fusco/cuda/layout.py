@@ -126,7 +126,6 @@ class DeviceLayout(EngineConfig):
         return self.offsets["pool"] + before
 
     def _part_bytes(self, num_rows: int) -> int:
-        """Return the bytes of rows of several payloads."""
         return _align(self.capacity.max_row_bytes * num_rows) + _ALIGNMENT * MAX_PAYLOADS
 
     @property

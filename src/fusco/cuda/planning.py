@@ -121,7 +121,6 @@ class DevicePlanner:
         return plan
 
     def _wait_for(self, ticket: int) -> int:
-        """Return the number of slots of a plan, once it has reported."""
         begun_of, report = self._arena.report, self._arena.plan_report
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 

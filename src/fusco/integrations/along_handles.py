@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,6 +11,15 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
 from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
+
+_Handle = TypeVar("_Handle")
+
+
+def require_handle(handle: Any, kind: type[_Handle]) -> _Handle:
+    """Return a caller's handle; raise ``TypeError`` unless it is of this kind."""
+    if not isinstance(handle, kind):
+        raise TypeError(f"this call needs the handle of a dispatch, got {type(handle).__name__}")
+    return handle
 
 
 def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> None:
@@ -28,16 +38,9 @@ def dispatch_again(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Send other rows and other weights along a handle; in one collective, if the communicator has room for both.
 
-    Args:
-        comm: the communicator that made the handle.
-        handle: of a dispatch.
-        max_bytes_per_token: of the communicator.
-        payloads: (num_tokens, ...) each.
-        topk_weights: (num_tokens, num_topk), or ``None``.
-        launch: of the dispatches.
-
-    Returns:
-        Rows of each payload; for each row all weights of its token (num_rows, num_topk), or ``None``.
+    ``comm`` made the handle, with room for ``max_bytes_per_token``; payloads are (num_tokens, ...), weights
+    (num_tokens, num_topk). Returns the rows of each payload, and for each row all weights of its token
+    (num_rows, num_topk), or ``None``.
     """
     if topk_weights is None:
         return comm.dispatch_again(payloads, handle, launch=launch), None

@@ -19,18 +19,11 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import dispatch_again, require_weights
+from fusco.integrations.along_handles import dispatch_again, require_handle, require_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.rank_rows import (
-    RankRouting,
-    RankRows,
-    checked_handle,
-    combine,
-    combine_dense,
-    ranks_of,
-)
+from fusco.integrations.rank_rows import RankRouting, RankRows, combine, combine_dense, ranks_of
 from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
@@ -103,7 +96,7 @@ class HybridEPBuffer:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
         for comms in self._comms.values():
             comms.abort()
-        self._rank_rows.abort()
+        self._rank_rows.comms.abort()
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""
@@ -302,7 +295,7 @@ class HybridEPBuffer:
     ) -> tuple[RankRouting, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Dispatch along a handle; return its routing, the rows, and the weights of their tokens' experts."""
         with self._rank_rows.comms.rejecting_latest():
-            sent = checked_handle(handle[0])
+            sent = require_handle(handle[0], RankRouting)
         with sent.comm.rejecting():
             rows = [each.contiguous() for each in payloads]
             if probs is not None:
@@ -325,7 +318,7 @@ class HybridEPBuffer:
         with self._rank_rows.comms.rejecting_latest():
             if handle is None:
                 raise ValueError("combine needs the handle of a dispatch")
-            sent = checked_handle(handle[0])
+            sent = require_handle(handle[0], RankRouting)
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
         with sent.comm.rejecting():
