@@ -66,13 +66,10 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
+        balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        wire_dtype = self.settings.wire_dtype
         return Validator(
-            rank=rank,
-            placement=placement,
-            balancer=checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]]),
-            capacity=capacity,
-            wire_dtype=self.settings.wire_dtype,
-            device=device,
+            rank=rank, placement=placement, balancer=balancer, capacity=capacity, wire_dtype=wire_dtype, device=device
         )
 
     def fields(self, validator: Validator) -> Fields:

@@ -151,16 +151,8 @@ class ScatterRows:
 
     def step(self) -> bool:
         """Scatter about one slice of what is there."""
-        plan = self._plan
-        scattered = scatter_slices(
-            self._rows,
-            self._num_done,
-            plan.distribution.pair_to_slot,
-            plan.pairs.row_to_first_pair,
-            self._outputs,
-            self._row_bytes,
-            self._rows_per_slice,
-        )
+        tables = self._plan.distribution.pair_to_slot, self._plan.pairs.row_to_first_pair, self._outputs
+        scattered = scatter_slices(self._rows, self._num_done, *tables, self._row_bytes, self._rows_per_slice)
         self._num_left = scattered.num_sources_left
         self._profile.intranode_row_bytes += scattered.num_peer_rows * self._row_bytes
         return scattered.num_rows > 0

@@ -52,12 +52,8 @@ class RailTransport:
         together = [rank for rank in neighbours if networks[rank] == networks[self._rank]]
         try:
             try:
-                self._endpoint = Endpoint(
-                    worker=together.index(self._rank),
-                    rails=find_rails(len(together)),
-                    timeout_s=store_gather.timeout_s,
-                    is_polled=True,
-                )
+                worker, rails = together.index(self._rank), find_rails(len(together))
+                self._endpoint = Endpoint(worker=worker, rails=rails, timeout_s=store_gather.timeout_s, is_polled=True)
                 address = self._endpoint.listen().to_bytes().decode()
             except (FuscoError, ValueError) as problem:
                 error = str(problem)

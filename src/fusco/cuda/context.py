@@ -46,13 +46,9 @@ class CudaContext:
             report=arena.report_address,
             reported_counts=torch.zeros(num_local, dtype=torch.int32, device="cpu").pin_memory(),
         )
+        nodes = placement.membership_table(topology.rank_to_node, device)[:-1].int()
         return cls(
-            arena=arena,
-            library=library,
-            placement=placement,
-            watchdog=watchdog,
-            tables=tables,
-            expert_to_node=placement.membership_table(topology.rank_to_node, device)[:-1].int(),
+            arena=arena, library=library, placement=placement, watchdog=watchdog, tables=tables, expert_to_node=nodes
         )
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
