@@ -27,8 +27,7 @@ from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
-from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
-from fusco.cpu.engine import CpuEngine, warm_up
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
@@ -70,13 +69,10 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
+        balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        wire_dtype = self.settings.wire_dtype
         return Validator(
-            rank=rank,
-            placement=placement,
-            balancer=checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]]),
-            capacity=capacity,
-            wire_dtype=self.settings.wire_dtype,
-            device=device,
+            rank=rank, placement=placement, balancer=balancer, capacity=capacity, wire_dtype=wire_dtype, device=device
         )
 
     def fields(self, validator: Validator) -> Fields:
@@ -107,12 +103,7 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default one for ``None``.
-
-    Raises:
-        TypeError: if this rank is not in the group.
-        ValueError: if there is no process group.
-    """
+    """Return the group, or the default one for ``None``; ``TypeError`` if this rank is not in it, or ``ValueError``."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")
