@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from fusco.rails.usage import RailUse
@@ -75,9 +76,8 @@ def rails(
 
 
 def _table(uses: list[RailUse]) -> Table:
-    table = Table(title="rails of this host", title_justify="left")
-    for name in ("rail", "Gbit/s", "worker", "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed"):
-        table.add_column(name, justify="left" if name in ("rail", "use") else "right", no_wrap=True)
+    columns = ("rail", "Gbit/s", "worker", "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed")
+    table = new_table("rails of this host", columns, () if uses else ("no worker is registered",), left=("rail", "use"))
     for i, use in enumerate(uses):
         is_first = not i or uses[i - 1].rail != use.rail
         is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail
@@ -93,6 +93,4 @@ def _table(uses: list[RailUse]) -> Table:
             str(use.borrowed),
             end_section=is_last,
         )
-    if not uses:
-        table.caption = "no worker is registered"
     return table
