@@ -75,6 +75,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
             lambda: TcpMesh(store_gather, counterparts, listen_on, secret), "over TCP", tuple(peers), watchdog
         )
         resources.callback(mesh.close)
+        resources.callback(watchdog.close)  # before the connections that it watches, in whatever thread
         watchdog.add_network_probe(lambda: mesh.failure)
         watchdog.add_sockets(mesh.awaited_sockets)
         watchdog.add_connections(mesh.descriptors)

@@ -1,4 +1,4 @@
-"""What moves tokens between experts: fusco, PyTorch's all-to-all, transformers' expert parallelism, DeepEP.
+"""Variants of the exchange of tokens: fusco, PyTorch's all-to-all, transformers' expert parallelism, DeepEP.
 
 Each variant replaces the ``forward`` of a layer's experts. Dispatchers run this rank's experts as one grouped product
 on expert-major rows; transformers' expert parallelism runs its own.

@@ -23,7 +23,7 @@ _ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is and what it knows of its host."""
+    """Place of a worker in the testbed, with the rails and settings of its host."""
 
     host: int  # host of the testbed
     worker: int  # number on that host; it owns rail ``worker``
