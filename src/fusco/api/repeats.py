@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from fusco.api.handle import Dispatched, Handle
+from fusco.api.handle import Dispatched, Handle, version_of
 from fusco.api.validation import Validator
 from fusco.control.session import Session
 from fusco.core.config import Launch, StaticRows
@@ -54,7 +54,7 @@ class Repeats:
                     return None
                 agreed = perf_counter()
                 plan = repeated.run(payloads, topk_idx, topk_weights, outputs)
-                handle = Handle(plan, topk_weights, session.sequence_number)
+                handle = Handle(plan, topk_weights, session.sequence_number, version_of(topk_weights))
                 sent = Dispatched(tuple(outputs), plan.num_rows_per_expert, None, handle)
                 rejection = repeated.finish(plan, outputs, topk_idx)
             except BaseException as error:
