@@ -32,6 +32,7 @@ from fusco.engine.base import CombineRequest, DispatchRequest, KnownCall
 
 _Memory = TypeVar("_Memory")
 
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)  # whose ``new_empty`` makes a ``Tensor``
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
 _LOW_HALF = 0xFFFFFFFF
 
@@ -103,7 +104,8 @@ class RepeatedCalls:
         order = self.order
         if launch.own_stream or launch.event or order.latest is None or order.latest.cuda_stream != plan.stream:
             return False
-        are_plain = all(is_plain(tensor.detach()) for tensor in tensors)
+        # Outputs of repeated calls are of no subclass.
+        are_plain = all(type(each) in _OWN_TYPES and is_plain(each.detach()) for each in tensors)
         return are_plain and order.goes_on(order.latest) and self.context.timeline is NO_TIMELINE
 
     def record(self, fingerprint: CollectiveFingerprint, counts: Sequence[Sequence[int]]) -> RepeatedRecord:

@@ -38,6 +38,7 @@ from fusco.core.rows import allocator_of
 from fusco.cuda.kernels import repeated_launches
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.repeated_launches import NOT_REPORTED, NativeCall, RepeatedLaunches
 
 
@@ -243,6 +244,55 @@ def test_rows_that_are_contiguous_only_if_there_is_one_are_no_repetition(repeats
 
     Node().run(program)
     assert repeats() == (2 * 4, 2 * 2)
+
+
+def test_results_of_a_subclass_are_of_it_in_every_call(repeats):
+    class Named(torch.Tensor):
+        pass
+
+    def program(comm, _other, _library):
+        for step in range(5):
+            x, ids, weights = inputs(comm.rank, step)
+            sent = comm.dispatch(x.as_subclass(Named), ids, weights)
+            assert isinstance(sent.rows, Named)
+            assert isinstance(comm.combine(sent.rows, sent.handle), Named)
+
+    Node().run(program)
+    assert repeats() == (0, 0)
+
+
+def test_plans_are_allocated_while_the_host_waits(repeats):
+    order = []
+
+    def noted(name, function):
+        return mock.patch.object(
+            RepeatedLaunches, name, autospec=True, side_effect=lambda *args: note(name, function, args)
+        )
+
+    def note(name, function, args):
+        order.append((threading.get_ident(), name))
+        return function(*args)
+
+    def program(comm, _other, _library):
+        for step in range(40):
+            pair(comm, step)
+        return threading.get_ident()
+
+    allocate = PlanMemory._allocate
+    with (
+        noted("launch", RepeatedLaunches.launch),
+        noted("wait", RepeatedLaunches.wait),
+        mock.patch.object(
+            PlanMemory, "_allocate", autospec=True, side_effect=lambda *args: note("allocate", allocate, args)
+        ),
+    ):
+        threads = Node().run(program).values()
+    assert repeats()[0] == 2 * 37
+    for thread in threads:
+        of_thread = [name for ident, name in order if ident == thread]
+        places = [i for i, name in enumerate(of_thread) if name == "allocate"]
+        assert len(places) == 3  # for the first repeated dispatch, and behind its 16th and 32nd
+        assert all(of_thread[i - 1 : i + 2] == ["launch", "allocate", "wait"] for i in places[1:])
 
 
 @pytest.mark.parametrize("verb", ["dispatch", "combine"])

@@ -1,5 +1,7 @@
 """Memory that repeated calls keep stays within the hint, whatever shapes there were."""
 
+from unittest import mock
+
 import torch
 
 from fusco import Capacity, Groups, Lanes, Settings, Topology
@@ -44,6 +46,26 @@ def test_shapes_without_spare_plans_take_no_place_of_those_with_some():
         large.take()
         assert not large._spare
     assert small._spare
+
+
+def test_refilling_allocates_only_several_plans_and_only_if_none_is_left():
+    limit = SpareLimit()
+    small, _ = memories(5, limit)
+    large, _ = memories(5000, limit)
+    for memory in (small, large):
+        memory.refill()  # of a shape that was never used
+        assert not memory._spare
+        memory.take()
+    num_spare = len(small._spare)
+    for num_left in (num_spare, 0):
+        del small._spare[num_left:]
+        with mock.patch.object(PlanMemory, "_allocate", side_effect=torch.OutOfMemoryError) as allocate:
+            small.refill()  # without memory, so the next call looks for it
+        assert allocate.call_count == (not num_left)
+        assert len(small._spare) == num_left
+    for memory in (small, large):
+        memory.refill()
+    assert (len(small._spare), large._spare) == (num_spare + 1, [])
 
 
 def test_all_repeated_calls_have_their_routing_in_the_same_memory():
