@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_setup import Setup, poison_recycler
@@ -181,6 +182,13 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
             twice_alone.sum().backward(retain_graph=True)
         for name in layer.wants:
             torch.testing.assert_close(inputs[name].grad, alone[name].grad)
+
+        weights = inputs["weights"] * 1.0
+        sent = comm.dispatch(inputs["x"], case.topk_idx(comm.rank), weights)
+        weights.mul_(2)
+        with pytest.raises(ValueError, match="changed in place since their dispatch"):
+            comm.combine(sent.rows, sent.handle)
+        assert comm.combine(sent.rows, sent.handle, weights=None).requires_grad
 
         x = values((case.num_tokens(comm.rank), 2, 3), torch.float64, "x", comm.rank).requires_grad_()
         rows = comm.dispatch(x, case.topk_idx(comm.rank)).rows

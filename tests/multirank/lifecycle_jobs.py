@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -57,6 +58,37 @@ def drop(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> tuple[str, 
         comm.close()
         return str(error), error.peers, took_s
     return "no error", (), 0.0
+
+
+def end_in_a_handler(group: dist.ProcessGroup, ranks_per_node: int, how: str) -> tuple[str, str, float, int]:
+    """A signal handler of rank 1 closes or aborts in the middle of a dispatch.
+
+    Return the type of this rank's error, its text, its seconds, and the descriptors that are left.
+    """
+    num_before = len(os.listdir("/proc/self/fd"))
+    comm = _open(group, ranks_per_node)
+    _use(comm)
+    run, handled = comm._engine._run, []
+
+    def interrupted(*args: object) -> None:
+        if not handled:
+            signal.raise_signal(signal.SIGUSR1)
+        run(*args)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append(getattr(comm, how)()))
+    began, kind, text = time.monotonic(), "no error", ""
+    try:
+        if group.rank() == 1:
+            comm._engine._run = interrupted
+        for _ in range(2):
+            _use(comm)
+    except fusco.FuscoError as error:
+        kind, text = type(error).__name__, str(error)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    took_s = time.monotonic() - began
+    comm.close()
+    return kind, text, took_s, len(os.listdir("/proc/self/fd")) - num_before
 
 
 def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> float:

@@ -170,6 +170,12 @@ def _dispatch_twice_and_close(comm: fusco.Communicator, setup: Setup) -> list[Ou
     return [attempt(lambda: comm.dispatch(x, ids)), attempt(lambda: comm.dispatch(x, ids)), attempt(comm.close)]
 
 
+def make_with_another_version(group: dist.ProcessGroup, setup: Setup, version: str) -> Outcome:
+    """Create a communicator with another version of fusco on rank 1."""
+    with mock.patch.object(fusco, "__version__", version if dist.get_rank(group) == 1 else fusco.__version__):
+        return attempt(lambda: setup.open(group).close())
+
+
 def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: dict[str, Any]) -> Outcome:
     """Create a communicator with different arguments on one rank; afterwards all create a valid one."""
     arguments = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,14 @@ def weights_that_cannot_be_read(scene: Scene) -> None:
     weights = scene.weights.bfloat16()  # which travel as float32
     with mock.patch.object(torch.Tensor, "float", side_effect=out_of_memory):
         scene.dispatch(weights=weights)
+
+
+def combine_along_changed_weights(scene: Scene) -> None:
+    weights = scene.weights.clone().requires_grad_()
+    handle = dataclasses.replace(scene.handle, topk_weights=weights, weights_version=weights._version)
+    with torch.no_grad():
+        weights.mul_(2)
+    scene.comm.combine(scene.y, handle)
 
 
 def rows_with_a_tangent(scene: Scene) -> None:
@@ -198,6 +207,9 @@ BAD_INPUTS = {
     ),
     "combine_with_other_weights": Mistake(
         lambda s: s.combine(weights="softmax"), VALUE, ["must be 'topk' or None, got 'softmax'"], "combine"
+    ),
+    "combine_along_changed_weights": Mistake(
+        combine_along_changed_weights, VALUE, ["topk_weights were changed in place", "version 0 was sent"], "combine"
     ),
     "combine_all_of_a_list": Mistake(
         lambda s: s.comm.combine_all([s.y.tolist()], s.handle), TYPE, ["y must be a tensor", "list"], "combine_all"

@@ -28,6 +28,17 @@ def test_a_wait_for_a_rank_that_has_left_fails_at_once(world, ranks_per_node, ho
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("how", ["close", "abort"])
+def test_a_signal_handler_may_end_a_communicator_in_the_middle_of_a_call(world, ranks_per_node, how):
+    outcomes = world.run(jobs.end_in_a_handler, 2, ranks_per_node, how)
+    assert [outcome[0] for outcome in outcomes] == ["PeerFailureError", "ClosedError"], outcomes
+    assert (
+        f"rank 1 {how.rstrip('e')}ed its communicator in the middle of dispatch, in a signal handler" in outcomes[0][1]
+    )
+    assert all(took_s < AT_ONCE_S and num_left <= 0 for *_, took_s, num_left in outcomes), outcomes
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_close_does_not_wait_for_a_rank_that_has_left(world, ranks_per_node):
     assert max(world.run(jobs.drop_while_others_close, 2, ranks_per_node)) < AT_ONCE_S
 

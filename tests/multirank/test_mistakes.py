@@ -10,7 +10,7 @@ from mistake_jobs import Outcome
 from mistakes import BAD_INPUTS, MISMATCHES, MISTAKES, NOT_MOVABLE
 from rank_setup import Setup
 
-from fusco import Settings
+from fusco import Settings, __version__
 from fusco.planner import balancer
 
 pytestmark = pytest.mark.multirank
@@ -179,6 +179,7 @@ DIFFERENCES = [
     ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
     ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['lanes'], got 'static'"),
     ({"balancer": 3}, "TypeError", "balancer must be a function of the traffic"),
+    ({"settings": {"timeout_s": 1}}, "TypeError", "settings must be Settings, got {'timeout_s': 1}"),
 ]
 
 
@@ -191,6 +192,12 @@ def test_communicators_with_different_arguments(world, changes, kind, phrase):
     others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"
     assert kinds(outcomes) == [kind if rank == MISTAKEN else others for rank in range(4)], outcomes
     assert all(phrase in outcome.text for outcome in outcomes), outcomes
+
+
+def test_another_version_of_fusco(world):
+    outcomes = world.run(jobs.make_with_another_version, 2, SETUP, "0.1.9")
+    assert kinds(outcomes) == ["MismatchError"] * 2, outcomes
+    assert all(f"fusco is {__version__} on rank 0, 0.1.9 on rank 1" in each.text for each in outcomes), outcomes
 
 
 @pytest.mark.parametrize(

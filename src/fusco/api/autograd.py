@@ -173,9 +173,10 @@ def weight_gradients(grads: torch.Tensor, rows: torch.Tensor | None, weights: to
     if grads.is_cuda:
         return weight_gradients_on_cuda(grads, rows, weights)
     dots = None if rows is None else rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-    for first in range(0, len(grads), _ROWS_AT_ONCE):
-        run = slice(first, first + _ROWS_AT_ONCE)
-        if rows is not None and dots is not None:
-            dots[run] = torch.linalg.vecdot(grads[run].to(dots.dtype), rows[run].to(dots.dtype))
-        grads[run].mul_(weights[run, None])  # weights are not rounded to 16 bits first
+    with torch.autocast("cpu", enabled=False):  # which would round the factors of dot products
+        for first in range(0, len(grads), _ROWS_AT_ONCE):
+            run = slice(first, first + _ROWS_AT_ONCE)
+            if rows is not None and dots is not None:
+                dots[run] = torch.linalg.vecdot(grads[run].to(dots.dtype), rows[run].to(dots.dtype))
+            grads[run].mul_(weights[run, None])  # weights are not rounded to 16 bits first
     return dots

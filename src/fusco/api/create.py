@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fusco
 from fusco.api.collective import REFUSALS
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
@@ -26,8 +27,7 @@ from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
-from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
-from fusco.cpu.engine import CpuEngine, warm_up
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
@@ -57,6 +57,8 @@ class CommunicatorConfig:
             raise TypeError(
                 f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
             )
+        if not isinstance(self.settings, Settings):
+            raise TypeError(f"settings must be Settings, got {self.settings!r}")
         capacity = Capacity(
             max_tokens_per_rank=self.max_tokens_per_rank,
             max_bytes_per_token=self.max_bytes_per_token,
@@ -67,19 +69,17 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
+        balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        wire_dtype = self.settings.wire_dtype
         return Validator(
-            rank=rank,
-            placement=placement,
-            balancer=checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]]),
-            capacity=capacity,
-            wire_dtype=self.settings.wire_dtype,
-            device=device,
+            rank=rank, placement=placement, balancer=balancer, capacity=capacity, wire_dtype=wire_dtype, device=device
         )
 
     def fields(self, validator: Validator) -> Fields:
         """Return the values that must be equal on all ranks."""
         placement, device = validator.placement, validator.device
         return {
+            "fusco": fusco.__version__,  # others may exchange other records
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
             "num_experts": self.num_experts,
@@ -103,12 +103,7 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default one for ``None``.
-
-    Raises:
-        TypeError: if this rank is not in the group.
-        ValueError: if there is no process group.
-    """
+    """Return the group, or the default one for ``None``; ``TypeError`` if this rank is not in it, or ``ValueError``."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")
@@ -145,7 +140,8 @@ def check_device(device: str | torch.device) -> torch.device:
 
 def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
     """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does."""
-    store_gather = StoreGather(check_process_group(group), config.settings.timeout_s)
+    settings = config.settings if isinstance(config.settings, Settings) else Settings()  # rejected with other ranks
+    store_gather = StoreGather(check_process_group(group), settings.timeout_s)
     try:
         return _create(store_gather, config)
     except Exception as error:

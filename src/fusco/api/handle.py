@@ -17,11 +17,13 @@ class Handle:
         plan: both levels of descriptors, as this rank executes them.
         topk_weights: the caller's weights (num_tokens, num_topk), to which gradients flow; ``None`` if none were given.
         number: sequence number of the collective that planned it; ranks compare it when they use a handle together.
+        weights_version: how often PyTorch had counted a change of the weights in place when they were sent.
     """
 
     plan: Plan
     topk_weights: torch.Tensor | None
     number: int
+    weights_version: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -42,6 +44,11 @@ class Handle:
     def is_weighted(self) -> bool:
         """True if the dispatch had weights, which ``combine`` applies unless its ``weights`` are ``None``."""
         return self.topk_weights is not None
+
+
+def version_of(topk_weights: torch.Tensor | None) -> int:
+    """Return how often weights were changed in place; 0 for none, and in inference mode, which does not count."""
+    return 0 if topk_weights is None or topk_weights.is_inference() else topk_weights._version  # noqa: SLF001
 
 
 def without_weights(handle: Handle) -> Handle:

@@ -173,8 +173,11 @@ class Membership:
         Raises ``PeerFailureError`` if a rank does not arrive within the limit. It does not wait for ranks that have
         died or left, and raises no error for them if this rank's calls are complete without them. Raises
         ``RowOverflowError`` as ``synchronize`` does.
+
+        A signal handler may call it, or ``abort``, in the middle of a verb. It then waits for nothing: the verb, or
+        the next one, raises ``ClosedError`` here and ``PeerFailureError`` on other ranks.
         """
-        if self._is_closed or not self._session.access.is_own_process:
+        if self._is_closed or not self._session.access.is_own_process or self._has_interrupted("closed"):
             return
         pending: Exception | None = None
         with self._session.access.alone("close"):
@@ -197,7 +200,7 @@ class Membership:
         Prefer ``close`` if all ranks can call it: a rank that waits for this one, now or later, raises
         ``PeerFailureError``.
         """
-        if self._is_closed or not self._session.access.is_own_process:
+        if self._is_closed or not self._session.access.is_own_process or self._has_interrupted("aborted"):
             return
         with self._session.access.alone("abort"):
             try:
@@ -214,10 +217,22 @@ class Membership:
         with cleanup_after(error, "the communicator could not be closed"):
             self.close()
 
+    def _has_interrupted(self, what: str) -> bool:
+        """Return True after ending the session, if a signal handler asks for it in the middle of a call.
+
+        That call still uses the memory, so resources are released when it ends.
+        """
+        if not (operation := self._session.access.interrupted):
+            return False
+        self._is_closed = True
+        self._session.access.at_end(self._end)
+        self._session.interrupt(f"{what} its communicator in the middle of {operation}, in a signal handler")
+        return True
+
     def _end(self) -> None:
         self._is_closed = True
-        self._finalizer.detach()
-        _close(self._session, self._engine)
+        if self._finalizer.detach():
+            _close(self._session, self._engine)
 
     def _end_together(self) -> None:
         """Wait until all ranks close and their devices have finished."""

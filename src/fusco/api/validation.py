@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from fusco.api.exchanged_rows import require_output, rows_of_ranks
-from fusco.api.handle import Handle
+from fusco.api.handle import Handle, version_of
 from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Capacity, Launch, StaticRows
@@ -113,12 +113,9 @@ class Validator:
         known = self._known.find(payloads, *terms)
         if known is None:
             self.require_payloads(payloads, handle.num_tokens)
+        launch = self.require_launch(launch)
         request: RedispatchRequest[Any] = RedispatchRequest(
-            payloads=payloads,
-            plan=handle.plan,
-            handle=handle.number,
-            launch=self.require_launch(launch),
-            known=known,
+            payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, known=known
         )
         if known is None:
             self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, *terms)
@@ -132,13 +129,9 @@ class Validator:
         topk_weights = None if weights is None else handle.topk_weights
         if known is None:
             self.require_expert_rows(y, handle)
+        launch = self.require_launch(launch)
         request: CombineRequest[Any] = CombineRequest(
-            rows=y,
-            plan=handle.plan,
-            topk_weights=topk_weights,
-            handle=handle.number,
-            launch=self.require_launch(launch),
-            known=known,
+            rows=y, plan=handle.plan, topk_weights=topk_weights, handle=handle.number, launch=launch, known=known
         )
         if known is None:
             fingerprint = CollectiveFingerprint("combine", request.fields)
@@ -149,6 +142,8 @@ class Validator:
         """Return what is known of the arguments of ``combine``; raise if the handle or ``weights`` are invalid."""
         self.require_handle(handle)
         self.require_combine_weights(weights)
+        if weights is not None:
+            self.require_unchanged_weights(handle)
         known = self._known_rows.find((y,), *_terms_of_combine(None if weights is None else handle.topk_weights))
         return known if known is not None and y.shape[0] == handle.num_rows else None
 
@@ -333,6 +328,14 @@ class Validator:
             raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
         if weights not in ("topk", None):
             raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
+
+    def require_unchanged_weights(self, handle: Handle) -> None:
+        """Raise ``ValueError`` if gradients would flow to weights that were changed in place since they were sent."""
+        if wants_grad(handle.topk_weights) and version_of(handle.topk_weights) != handle.weights_version:
+            raise ValueError(
+                f"topk_weights were changed in place since their dispatch (version {handle.weights_version} was sent, "
+                f"{version_of(handle.topk_weights)} is here), so their gradients would be wrong: change a copy"
+            )
 
     def require_handle(self, handle: Handle) -> None:
         """Raise unless ``handle`` comes from this communicator."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
-from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
@@ -148,10 +148,9 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
 
     if job.device == "cpu":
         check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
-    path = json.resolve() if json and json != STDOUT else json  # the ranks' working directory may differ
     results = run_on_ranks(
         prefill_rank,
-        (job, path),
+        (job, absolute(json)),
         job.num_ranks,
         num_steps(job),
         console,

@@ -21,7 +21,6 @@ class Liveness:
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """Watch processes, by rank."""
         self._memory_maps = {rank: _open_memory_map(pid) for rank, pid in pids.items()}
         self._connections: dict[int, int] = {}
 

@@ -201,6 +201,11 @@ class Session:
             self.end(reason)
             self._watchdog.give_up(f"rank {self.rank} {reason}")
 
+    def interrupt(self, reason: str) -> None:
+        """As ``abandon``, from a signal handler inside a call, which then raises ``ClosedError``."""
+        self.abandon(reason)
+        self._watchdog.interrupt(reason)
+
     def depart(self, reason: str) -> None:
         """Notify all other ranks that this one has left; only ranks that wait for it raise."""
         if not self.broken:

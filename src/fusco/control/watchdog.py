@@ -12,7 +12,7 @@ from typing import NoReturn
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
 from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
-from fusco.core.errors import PeerFailureError, Stall, cleanup_after
+from fusco.core.errors import ClosedError, PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _PATIENCE = 0.7
@@ -59,14 +59,9 @@ class Watchdog:
     def __init__(
         self, rank: int, peers: dict[int, Peer], status_server: StatusServer, timeout_s: float, spin_s: float = 0.0
     ) -> None:
-        """Watch the processes of ``peers`` on this machine.
+        """Watch the processes of ``peers``, all other ranks, on this machine.
 
-        Args:
-            rank: this rank.
-            peers: all other ranks.
-            status_server: of this rank.
-            timeout_s: limit of every wait.
-            spin_s: seconds of each wait in which this rank only yields its core, before it sleeps.
+        In each wait, limited to ``timeout_s``, this rank only yields its core for ``spin_s`` seconds before it sleeps.
         """
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s
@@ -82,6 +77,7 @@ class Watchdog:
         self._pause_s, self._counter_wait = _FIRST_PAUSE_S, CounterWait()
         # When this wait found a rank missing, since anything moved; and when this collective found a failure.
         self._since_loss = self._since_failure = math.inf
+        self._interruption = ""
 
     def add_network_probe(self, failure: Callable[[], str]) -> None:
         """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
@@ -154,6 +150,10 @@ class Watchdog:
         """Note that no collective will follow."""
         self._status_server.leave_siblings()
 
+    def interrupt(self, reason: str) -> None:
+        """Make all waits of this rank raise ``ClosedError``, the one under way first."""
+        self._interruption = reason
+
     def progress(self) -> None:
         """Note that the wait has made progress, which restarts the limit."""
         self._since_progress = time.monotonic()
@@ -166,13 +166,9 @@ class Watchdog:
     def wait_until(
         self, is_ready: Callable[[], bool], stall: Callable[[], Stall], counters: Counters | None = None
     ) -> None:
-        """Wait for a condition.
+        """Wait until ``is_ready`` returns True; ``stall`` describes the wait, and is called between pauses only.
 
-        Args:
-            is_ready: whether it holds.
-            stall: describes the wait; called between pauses only.
-            counters: if given, all of them have their values when the condition holds, or what ``add_sockets`` named
-                has something to do.
+        All ``counters``, if given, have their values then, or what ``add_sockets`` named has something to do.
         """
         self.progress()
         while not is_ready():
@@ -184,6 +180,8 @@ class Watchdog:
 
         With ``counters`` no longer than until they have their values, or with ``is_any`` until one of them has.
         """
+        if self._interruption:
+            raise ClosedError(f"{self._operation} cannot go on: {self._interruption}")
         if self.poll():
             self.progress()
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -27,6 +28,7 @@ class Access:
         self._owner_ident, self._owner_name = 0, ""  # of no thread
         self._under_way = threading.RLock()  # reentrant: a signal handler may close it during a call of its thread
         self._user, self._operation = "", ""
+        self._at_end: Callable[[], object] | None = None
 
     @property
     def is_own_process(self) -> bool:
@@ -74,6 +76,18 @@ class Access:
     def leave(self) -> None:
         """End a call."""
         self._under_way.release()
+        if self._at_end is not None and not self.interrupted:
+            at_end, self._at_end = self._at_end, None
+            at_end()
+
+    @property
+    def interrupted(self) -> str:
+        """The call that this thread is in, for one that a signal handler makes; ``""`` if there is none."""
+        return self._operation if self._under_way._is_owned() else ""  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when the call that this thread is in ends."""
+        self._at_end = function
 
     def hand_over(self) -> None:
         """Give up ownership; the next thread that calls a verb becomes the owner."""

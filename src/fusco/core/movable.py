@@ -8,6 +8,8 @@ from torch.autograd import forward_ad
 # Modes in which PyTorch traces instead of computing; tensors made inside have no memory.
 _TRACING_MODES = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "FUNCTIONAL", "PROXY"))  # noqa: SLF001  as below
 
+_QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+
 # PyTorch has no public query for modes and transforms; both functions are in all releases since 2.1.
 
 
@@ -41,7 +43,10 @@ def why_not_movable(tensor: torch.Tensor) -> str:
 
 def _why_not_its_own(tensor: torch.Tensor) -> str:
     """Return why the tensor is a wrapper whose memory is not its value; ``""`` if it is a plain tensor."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001
+    functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.is_legacy_batchedtensor(tensor):
+        return "is a batch of tensors (is_grads_batched=True, vectorize=True), which communication cannot pass through"
+    if functorch.is_functorch_wrapped_tensor(tensor):
         return "is of a transform of torch.func (grad, vmap, jvp, ...), which communication cannot pass through"
     if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
         return "has a tangent of forward-mode differentiation, which communication cannot pass on; use backward()"
@@ -59,7 +64,7 @@ def _why_not_bytes(tensor: torch.Tensor) -> str:
         return f"must be a dense tensor, got layout {tensor.layout}"
     if tensor.is_nested:
         return "is a nested tensor, whose rows differ in size; pass its values as one dense tensor"
-    if tensor.is_quantized:
+    if tensor.is_quantized or tensor.dtype in _QUANTISED:
         return f"is quantised ({tensor.dtype}), and its scale would not be moved; pass int_repr() and the scale apart"
     if not _has_memory(tensor):
         return f"has {tensor.nbytes} bytes of elements, but its storage has {tensor.untyped_storage().nbytes()}"

@@ -40,7 +40,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor whose memory holds the same values, without a gradient: the same one if it is so."""
-    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if is_plain(tensor):
+        return tensor
+    own = tensor.detach().resolve_conj().resolve_neg()
+    if own.element_size() > 1:
+        return own.contiguous()
+    return own.view(torch.uint8).contiguous().view(own.dtype)  # PyTorch cannot copy int4 and its like
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

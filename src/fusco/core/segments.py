@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fusco.core.movable import why_not_movable, why_nothing_moves_here
-from fusco.core.rows import as_bytes
+from fusco.core.rows import as_bytes, row_bytes
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,20 @@ class Segments:
 
     @classmethod
     def rows(cls, matrix: torch.Tensor, row_idx: torch.Tensor) -> Segments:
-        """Return one segment for each of the rows ``row_idx`` (int64) of a contiguous matrix."""
-        row_bytes = matrix[0].numel() * matrix.element_size() if len(matrix) else 0
-        return cls(matrix, row_idx * row_bytes, torch.full_like(row_idx, row_bytes))
+        """Return one segment for each of the rows ``row_idx`` (int64) of a contiguous matrix.
+
+        Raises ``TypeError`` or ``ValueError``, for an index that is no row with its value.
+        """
+        _memory_of(matrix)
+        _check_array("row_idx", row_idx)
+        if matrix.ndim < 1:
+            raise ValueError("segments of rows need a base of at least one dimension, got a scalar")
+        is_outside = (row_idx < 0) | (row_idx >= len(matrix))  # checked here, as an offset in bytes could overflow
+        if bool(is_outside.any()):
+            i = int(is_outside.nonzero()[0])
+            raise ValueError(f"row_idx[{i}] = {int(row_idx[i])} is no row of a base of {len(matrix)}")
+        size = row_bytes(matrix)
+        return cls(matrix, row_idx * size, torch.full_like(row_idx, size))
 
     @property
     def base(self) -> torch.Tensor:

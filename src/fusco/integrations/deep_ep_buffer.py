@@ -95,7 +95,7 @@ class Buffer:
 
     def destroy(self) -> None:
         """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
-        self._rows.abort()
+        self._rows.comms.abort()
 
     @staticmethod
     def is_sm90_compiled() -> bool:

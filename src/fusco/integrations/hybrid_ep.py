@@ -23,13 +23,7 @@ from fusco.integrations.along_handles import dispatch_again, element_of, require
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.rank_rows import (
-    RankRouting,
-    RankRows,
-    combine,
-    combine_dense,
-    ranks_of,
-)
+from fusco.integrations.rank_rows import RankRouting, RankRows, combine, combine_dense, ranks_of
 from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
@@ -102,7 +96,7 @@ class HybridEPBuffer:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
         for comms in self._comms.values():
             comms.abort()
-        self._rank_rows.abort()
+        self._rank_rows.comms.abort()
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""

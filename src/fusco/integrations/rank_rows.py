@@ -48,12 +48,8 @@ class RankRouting:
             return None
         return torch.arange(len(self.words), device=self.words.device)[:, None] < self.num_rows
 
-    def local_idx(self) -> torch.Tensor:
-        """Return local experts of each row, int64 (num_rows, num_topk); -1 for those of other ranks."""
-        return self._local(first=0, of_others=-1)
-
-    def _local(self, first: int, of_others: int) -> torch.Tensor:
-        """Return the local experts of each row, counted from ``first``; ``of_others`` for experts of other ranks."""
+    def local_idx(self, first: int = 0, of_others: int = -1) -> torch.Tensor:
+        """Return local experts of each row, counted from ``first``, int64 (num_rows, num_topk), or ``of_others``."""
         num_local = self.num_local_experts
         idx = self.words[:, 1 : 1 + self.words.shape[1] // 2].long()
         is_other = idx.div(num_local, rounding_mode="floor") != self.rank
@@ -72,7 +68,7 @@ class RankRouting:
     @property
     def places(self) -> torch.Tensor:
         """Columns of ``scattered`` for local experts of rows: int64 (num_rows, num_topk), kept."""
-        return self._keep("places", lambda: self._local(first=1, of_others=0))
+        return self._keep("places", lambda: self.local_idx(first=1, of_others=0))
 
     def dense_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Return weights of rows and experts of their tokens by local expert: float32 (num_rows, num_local_experts)."""
@@ -169,10 +165,6 @@ class RankRows:
     def ranks(self, device: torch.device) -> torch.Tensor:
         """Return all ranks, int64 (num_ranks,)."""
         return self._kept.get(f"ranks on {device}", device, lambda: torch.arange(self._num_ranks, device=device))
-
-    def abort(self) -> None:
-        """Release all resources without waiting for other ranks."""
-        self.comms.abort()
 
     def _words(
         self, like: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None

@@ -87,7 +87,7 @@ class LockHeldError(SharedMemoryError):
 
 
 class Board:
-    """The board, mapped; ``fields`` are its 64-bit numbers. The last user removes the file.
+    """The board, mapped as ``memory``; ``fields`` are its 64-bit numbers. The last user removes the file.
 
     Whatever changes it waits for its lock, at most 10 s, then raises ``LockHeldError``.
     """
@@ -102,13 +102,13 @@ class Board:
         try:
             fd = self._open()
             try:
-                self._map = mmap.mmap(fd, _NUM_BYTES)
+                self.memory = mmap.mmap(fd, _NUM_BYTES)
             except BaseException:
                 os.close(fd)
                 raise
         except OSError as error:
             raise SharedMemoryError(f"cannot open the board of rails {self.path}: {reason_of(error)}") from error
-        self._fd, self.fields = fd, memoryview(self._map).cast("Q")
+        self._fd, self.fields = fd, memoryview(self.memory).cast("Q")
 
     def follow(self) -> bool:
         """Open the board anew if its last user has removed the file, since later users have another; return whether.
@@ -131,14 +131,9 @@ class Board:
                 self.path.unlink(missing_ok=True)
         self.fields.release()
         with contextlib.suppress(BufferError):  # rows still view it; it is unmapped with the last of them
-            self._map.close()
+            self.memory.close()
         os.close(self._fd)
         self._fd = -1
-
-    @property
-    def memory(self) -> mmap.mmap:
-        """The mapped file."""
-        return self._map
 
     @property
     def generation(self) -> int:
@@ -163,7 +158,7 @@ class Board:
                 raise SharedMemoryError(f"the board of rails {self.path} has {MAX_WORKERS} workers, which is its room")
             for i, rail in enumerate(rails):
                 offset = _RAILS + i * _RAIL_BYTES
-                self._map[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
+                self.memory[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
             self._clear_cells(free)
             for field, value in ((_START, start), (_WORKER, worker), (_DIRECT, direct), (_PID, pid)):
                 self.fields[_WORKERS + free * FIELDS + field] = value
@@ -192,7 +187,7 @@ class Board:
 
     def rails(self) -> list[tuple[str, int]]:
         """Return interface and speed in bit/s of each rail, as its last user registered them."""
-        rows = (_RAIL.unpack_from(self._map, _RAILS + i * _RAIL_BYTES) for i in range(MAX_RAILS))
+        rows = (_RAIL.unpack_from(self.memory, _RAILS + i * _RAIL_BYTES) for i in range(MAX_RAILS))
         return [(name.rstrip(b"\0").decode(), speed) for name, speed in rows if name[0]]
 
     def cell(self, row: int, rail: int) -> list[int]:
@@ -267,7 +262,7 @@ class Board:
 
     def _clear_cells(self, row: int) -> None:
         first = 8 * (CELL_0 + row * ROW_FIELDS)
-        self._map[first : first + 8 * ROW_FIELDS] = bytes(8 * ROW_FIELDS)
+        self.memory[first : first + 8 * ROW_FIELDS] = bytes(8 * ROW_FIELDS)
 
     def _changed(self) -> None:
         self.fields[_GENERATION] += 1

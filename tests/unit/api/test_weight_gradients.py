@@ -145,3 +145,12 @@ def test_combines_backward_makes_no_other_rows_either(monkeypatch):
     assert largest.num_bytes <= 16 * 64 * 4
     assert_same_bits(grad_y, expected, "gradients of rows")
     assert_same_bits(grad_weights, dots[:, None], "gradients of weights")
+
+
+def test_autocast_rounds_no_dot_product():
+    grads, rows, weights = inputs(9, 130, torch.float32, torch.float32)
+    _, expected = reference(grads, rows, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dots = weight_gradients(grads, rows, weights)
+    assert dots is not None
+    assert_same_bits(dots, expected, "dots")

@@ -92,9 +92,16 @@ def test_a_call_for_any_thread_is_rejected_during_a_call_of_another(access):
 
 
 def test_a_thread_may_close_it_during_its_own_call(access):
-    """Signal handlers do so."""
-    with access.using("dispatch"), access.alone("leave"):
-        pass
+    """Signal handlers do so; what is to follow the call waits for its end."""
+    ended = []
+    assert access.interrupted == ""
+    with access.using("dispatch"):
+        assert access.interrupted == "dispatch"
+        access.at_end(lambda: ended.append(access.interrupted))
+        with access.alone("leave"):
+            pass
+        assert ended == []
+    assert ended == [""]
     assert in_thread(lambda: access.alone("close").__enter__()) is None
 
 

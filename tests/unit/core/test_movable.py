@@ -78,6 +78,7 @@ def test_inference_tensors_can_be_moved():
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "is a NestedTensor, a tensor"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantised (torch.qint8)"),
+        (lambda: torch.ones(2, dtype=torch.uint8).view(torch.qint8), r"quantised (torch.qint8)"),
         (lambda: FakeTensorMode().from_tensor(torch.ones(2)), "is a FakeTensor, a tensor subclass"),
         (lambda: Elsewhere(torch.ones(2)), "is a Elsewhere, a tensor subclass without its own memory"),
         (freed, "has 24 bytes of elements, but its storage has 8"),
@@ -100,6 +101,16 @@ def test_tensors_without_plain_memory_are_named(make, words):
 )
 def test_what_is_inside_a_transform_cannot_be_moved(transform):
     assert "torch.func" in seen_inside(transform, torch.ones(3))
+
+
+def test_a_batch_of_gradients_cannot_be_moved():
+    x, found = torch.ones(3, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: found.append(why_not_movable(grad)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+    assert found == [
+        "is a batch of tensors (is_grads_batched=True, vectorize=True), which communication cannot pass through"
+    ]
 
 
 def test_what_has_a_tangent_cannot_be_moved():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusco.core.rows import as_bytes
+from fusco.core.rows import as_bytes, plain
 from fusco.engine.base import AllToAllRequest
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64]
@@ -39,3 +39,12 @@ def test_the_memories_of_an_exchange():
     source, target = exchange.memories
     target.copy_(source)
     assert value.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.bits8, torch.float4_e2m1fn_x2, *DTYPES], ids=str)
+def test_rows_of_any_dtype_and_stride_are_made_contiguous(dtype):
+    memory = torch.arange(2 * 12 * dtype.itemsize, dtype=torch.uint8).view(2, -1)
+    rows = memory.view(dtype)[:, ::3]
+    of_bytes = memory.view(2, -1, dtype.itemsize)[:, ::3]
+    assert as_bytes(plain(rows)).tolist() == of_bytes.flatten().tolist()
+    assert plain(rows).dtype == dtype

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusco import Segments
@@ -65,6 +64,23 @@ def test_rows_of_a_matrix_of_any_dtype():
     assert payload.offset_bytes.tolist() == [8, 0, 8]
     assert payload.num_bytes.tolist() == [4, 4, 4]
     assert Segments.rows(torch.empty(0, 5), torch.tensor([], dtype=torch.int64)).total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("matrix", "row_idx", "error", "text"),
+    [
+        (torch.empty(0, 4), torch.tensor([0]), ValueError, r"row_idx\[0\] = 0 is no row of a base of 0"),
+        (torch.ones(3, 4), torch.tensor([2, 1 << 60]), ValueError, r"row_idx\[1\] = 1152921504606846976 is no row"),
+        (torch.ones(3, 4), torch.tensor([-1]), ValueError, r"row_idx\[0\] = -1 is no row of a base of 3"),
+        (torch.ones(3, 4), torch.tensor([1], dtype=torch.int32), TypeError, "row_idx must be .* int64 .* torch.int32"),
+        (torch.ones(3, 4), [0], TypeError, "row_idx must be a one-dimensional int64 tensor, got list"),
+        (torch.ones(()), torch.tensor([0]), ValueError, "at least one dimension, got a scalar"),
+        ([[1]], torch.tensor([0]), TypeError, "need a tensor as their base, got list"),
+    ],
+)
+def test_rows_that_a_matrix_does_not_have(matrix, row_idx, error, text):
+    with pytest.raises(error, match=text):
+        Segments.rows(matrix, row_idx)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.complex64])

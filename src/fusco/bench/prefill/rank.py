@@ -39,7 +39,7 @@ def prefill_rank(
     Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
-    reporter, records = ProgressReporter.of_rank(rank, progress_port), []
+    reporter, records = ProgressReporter(rank, progress_port), []
     with torch.no_grad(), ExitStack() as stack:
         model = PrefillModel(job, rank)
         reference = reference_layers(group, model.experts)

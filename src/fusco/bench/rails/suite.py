@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from fusco.bench.rails.bandwidth import measure_bandwidth
-from fusco.bench.rails.contention import measure_contention, measure_steps
+from fusco.bench.rails.contention import measure_contention, measure_incast, measure_steps
 from fusco.bench.rails.costs import measure_change, measure_costs
 from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
 from fusco.bench.rails.faults import measure_flapping, measure_killing
-from fusco.bench.rails.incast import measure_incast
 from fusco.bench.rails.record import RailsRecord, Report
 from fusco.bench.rails.serving import measure_serving
 from fusco.testbed import Testbed
