@@ -254,8 +254,11 @@ class Communicator(Membership):
             pending = [self._engine.prepare_combine(part, call) for part in request.parts]
             return Pending((), lambda _: tuple(each.run(()) for each in pending))
 
-        ys = list(map(_detached, ys))
-        return self._run("combine_all", lambda: self._validator.validate_combine_all(ys, handle, launch), prepare)
+        return self._run(
+            "combine_all",
+            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
+            prepare,
+        )
 
     @uncompiled
     def dispatch_weights(
