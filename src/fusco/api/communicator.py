@@ -200,12 +200,7 @@ class Communicator(Membership):
 
     @uncompiled
     def combine(
-        self,
-        y: torch.Tensor,
-        handle: Handle,
-        *,
-        weights: Literal["topk"] | None = "topk",
-        launch: Launch | None = None,
+        self, y: torch.Tensor, handle: Handle, *, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> torch.Tensor:
         """Return expert-major rows to their tokens: ``out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]``.
 
