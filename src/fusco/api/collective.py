@@ -40,8 +40,8 @@ def run_collective(
     session.access.enter(name, is_for_owner=True)
     try:
         request, rejection = _validated(session, engine, name, validate)
-        call = session.begin(name)  # a context made from a generator would take some microseconds
-        try:
+        try:  # a context made from a generator would take some microseconds
+            call = session.begin(name)  # inside, as Ctrl-C may interrupt what follows at once
             begin = perf_counter()
             pending, rejection = (None, rejection) if request is None else _prepared(request, call, prepare)
             counts = _agreed(session, name, request, pending, rejection)

@@ -146,7 +146,10 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
         return _create(store_gather, config)
     except Exception as error:
         with cleanup_after(error, "the other ranks could not be waited for"):
-            store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
+            if isinstance(error, PeerFailureError):
+                store_gather.part(without=error.peers)
+            else:
+                store_gather.part(reason=_failure(store_gather.rank, error))
         raise
 
 
@@ -179,6 +182,10 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     return connect_parts(store_gather, engine_config, peer_info, validator)
 
 
+def _failure(rank: int, error: BaseException) -> str:
+    return f"rank {rank} failed while it made the communicator: {type(error).__name__}: {error}"
+
+
 def connect_parts(
     store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
 ) -> CommunicatorParts:
@@ -189,9 +196,8 @@ def connect_parts(
 
     def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
         if error is not None and not isinstance(error, FuscoError):
-            reason = f"rank {store_gather.rank} failed while it made the communicator: {type(error).__name__}: {error}"
             with cleanup_after(error, "the other ranks could not be notified"):
-                connections.watchdog.give_up(reason)
+                connections.watchdog.give_up(_failure(store_gather.rank, error))
 
     with ExitStack() as resources:
         engine: Engine[Any]

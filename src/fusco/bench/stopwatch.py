@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -45,14 +46,23 @@ class Stopwatch:
 class SectionTimer:
     """Adds up the times between marks, by section, while it is on; waiting for ranks and the host is included."""
 
-    def __init__(self, device_type: str, *, is_on: bool = True) -> None:
-        self._stopwatch, self.is_on = Stopwatch(device_type), is_on
+    is_on = True
+
+    def __init__(self, device_type: str) -> None:
+        self._stopwatch = Stopwatch(device_type)
         self._marks: dict[str, list[Any]] = {}
 
     def mark(self, section: str) -> None:
         """Begin a section, or end the one that has begun."""
         if self.is_on:
             self._marks.setdefault(section, []).append(self._stopwatch.mark())
+
+    @contextmanager
+    def timed(self, section: str) -> Iterator[None]:
+        """Mark a section around the block."""
+        self.mark(section)
+        yield
+        self.mark(section)
 
     def take_s(self, sections: Sequence[str]) -> dict[str, float]:
         """Return the seconds of every section since the last call; the device must have reached all marks."""

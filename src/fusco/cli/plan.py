@@ -32,7 +32,7 @@ def plan(
     ranks_per_node: options.RanksPerNode = 4,
     traffic: options.Pattern = names.Pattern.IMBALANCED,
     workload: options.WorkloadOptions,
-    balancer: options.Balancer = options.BalancerName.LANES,
+    balancer: options.Balancer = "lanes",
     shuffle: Annotated[
         names.MatrixKind | None,
         typer.Option(help="Plan a shuffle of segments of these sizes between ranks, instead of a dispatch."),
@@ -58,7 +58,7 @@ def plan(
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
     if shuffle is not None:
-        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != options.BalancerName.LANES}
+        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != "lanes"}
         _check_no_dispatch(workload, is_given)
         segments = _explain_shuffle(shuffle, topology, bytes_per_rank, skew, workload.seed)
         _print_shuffle(segments, new_console(json))
@@ -68,7 +68,7 @@ def plan(
         if value is not None:
             raise ValueError(f"{option} {value} goes with --shuffle, such as --shuffle zipf")
     (planned,) = workload.workloads([traffic], topology)
-    record = explain(planned, balancer.value)
+    record = explain(planned, balancer)
     _print(record, new_console(json))
     write_json_lines([record], json)
 

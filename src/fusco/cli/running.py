@@ -13,8 +13,9 @@ from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from fusco.core.topology import Topology
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
@@ -113,7 +114,7 @@ def run_on_ranks(
     console: Console,
     *,
     device: str = "cpu",
-    environment: Sequence[Mapping[str, str]] | None = None,
+    topology: Topology | None = None,
     prepare: Sequence[Callable[[], object]] = (),
     limit_s: float = 600.0,
 ) -> list[_Result] | None:
@@ -121,9 +122,10 @@ def run_on_ranks(
 
     It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
     The console shows the ``num_steps`` steps that rank 0 reports, and the note of every twentieth, if they have one.
-    For ranks that are started here, ``environment`` has variables of each, added to this process's, ``prepare``
-    compiles kernels first, so that they load them from disk, and ``limit_s`` is the limit of the function.
+    For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
+    is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
+    from fusco.ranks.emulation import emulated_network
     from fusco.ranks.joined_world import run_joined
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import new_store, watching
@@ -153,5 +155,6 @@ def run_on_ranks(
         for each in prepare:
             each()
         progress.update(task, description=f"starting {num_ranks} ranks")
+        environment = emulated_network(topology, os.environ) if topology and device == "cuda" else None
         with LocalWorld(num_ranks, device, environment, limit_s) as world, watching(world.store, show):
             return world.run(function, num_ranks, *arguments, world.store.port)

@@ -29,7 +29,7 @@ _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at onc
 def train(
     *,
     preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
-    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
+    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = "cpu",
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
     sizes: SizeOptions,
@@ -78,7 +78,7 @@ def train(
     joined = launched()
     job = TrainingJob(
         shape=chosen.shape(),
-        device=device.value,
+        device=device,
         num_ranks=_num_ranks(ranks, device, joined),
         ep_size=ep_size,
         tokens=chosen.tokens,
@@ -109,7 +109,7 @@ def train(
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
-    found = num_devices(device.value)
+    found = num_devices(device)
     if joined is not None:
         if wanted not in (None, joined.world_size):
             raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")

@@ -120,6 +120,16 @@ def test_any_other_error_ends_the_session(how):
     assert "end" not in session.log
 
 
+def test_an_interruption_right_after_the_beginning_ends_the_session(monkeypatch):
+    """As Ctrl-C may come between any two steps."""
+    session, left = Session(), []
+    monkeypatch.setattr(session, "begin", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(session, "leave", lambda *of: left.append(of))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        play(session)
+    assert left == [("combine", caught.value)]
+
+
 def test_a_mismatch_is_raised_by_the_agreement_and_nothing_is_run():
     session = Session()
     session.agree = raising(MismatchError("ranks disagree"))

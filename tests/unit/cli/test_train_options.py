@@ -21,7 +21,7 @@ def test_option_names_are_those_of_the_library():
     assert get_args(options["activation_checkpointing"]) == get_args(job["activation_checkpointing"])
     (dtypes, _) = get_args(options["dtype"])
     assert set(get_args(dtypes)) == set(get_args(job["dtype"])) == set(get_args(get_type_hints(Preset)["dtype"]))
-    assert {name.value for name in Device} == set(get_args(job["device"]))
+    assert set(get_args(Device)) == set(get_args(job["device"]))
 
 
 def test_only_known_names_are_taken():

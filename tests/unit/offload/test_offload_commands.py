@@ -46,7 +46,8 @@ def test_without_workers_no_table_is_shown(tmp_path, kind, heading):
     assert done.output.count("\n") == 1
 
 
-def test_headings_of_links_name_links_and_gpus(tmp_path):
+def test_headings_of_links_name_links_and_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # else the table leaves out letters
     with closing(Board(tmp_path / "board")) as board, closing(BoardRow(board, 0, 1, [NamedRail("gpu0 to host", 0)])):
         arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05")
         lines = CliRunner().invoke(app, arguments).output.splitlines()

@@ -43,24 +43,23 @@ BENCHMARKS: dict[str, Benchmark] = {
 _OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killing")  # traffic in one direction only
 
 
-@dataclass(frozen=True)
-class RailsSuite:
-    """Selection of benchmarks, and the testbed that they run on."""
+def run_suite(
+    names: Sequence[str],
+    policies: Sequence[str],
+    layout: tuple[int, str],
+    seconds: float | None,
+    show: Callable[[RailsRecord], None],
+) -> None:
+    """Run benchmarks by name and call ``show`` with each record as soon as it is there.
 
-    names: Sequence[str]  # of ``BENCHMARKS``
-    policies: Sequence[str]  # of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin
-    num_rails: int  # rails of each host
-    rate: str  # of a rail, for example ``"2gbit"``
-    seconds: float | None = None  # of a case; by default each benchmark's own
-
-    def run(self, show: Callable[[RailsRecord], None]) -> None:
-        """Measure; ``show`` is called with each record as soon as it is there."""
-        for name in self.names:
-            benchmark = BENCHMARKS[name]
-            with Testbed(benchmark.num_hosts, self.num_rails, self.rate) as bed:
-                report = partial(_report, show, name, bed)
-                policies = [each for each in self.policies if each != "nccl" or name in _OF_PLUGIN]
-                benchmark.measure(bed, policies, self.seconds or benchmark.seconds, report)
+    ``policies`` are names of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin. ``layout`` is the number of rails
+    of a host and their rate, such as ``"2gbit"``. A case takes ``seconds``, by default each benchmark's.
+    """
+    for name in names:
+        benchmark = BENCHMARKS[name]
+        with Testbed(benchmark.num_hosts, *layout) as bed:
+            allowed = [each for each in policies if each != "nccl" or name in _OF_PLUGIN]
+            benchmark.measure(bed, allowed, seconds or benchmark.seconds, partial(_report, show, name, bed))
 
 
 def _report(
