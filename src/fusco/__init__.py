@@ -26,41 +26,34 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fusco import fsdp as fsdp
-    from fusco import offload as offload
-    from fusco import rails as rails
-    from fusco import schedule as schedule
+    from fusco import fsdp as fsdp, offload as offload, rails as rails, schedule as schedule
     from fusco.api.communicator import Communicator as Communicator
     from fusco.api.functional import all_to_all as all_to_all
-    from fusco.api.handle import Dispatched as Dispatched
-    from fusco.api.handle import Handle as Handle
+    from fusco.api.handle import Dispatched as Dispatched, Handle as Handle
     from fusco.api.memory_size import memory_size_hint as memory_size_hint
-    from fusco.core.config import Capacity as Capacity
-    from fusco.core.config import Launch as Launch
-    from fusco.core.config import Settings as Settings
-    from fusco.core.config import StaticRows as StaticRows
-    from fusco.core.errors import ClosedError as ClosedError
-    from fusco.core.errors import CompileError as CompileError
-    from fusco.core.errors import FuscoError as FuscoError
-    from fusco.core.errors import LaunchError as LaunchError
-    from fusco.core.errors import MismatchError as MismatchError
-    from fusco.core.errors import OutputMemoryError as OutputMemoryError
-    from fusco.core.errors import PeerFailureError as PeerFailureError
-    from fusco.core.errors import RejectedInputError as RejectedInputError
-    from fusco.core.errors import RowOverflowError as RowOverflowError
-    from fusco.core.errors import SharedMemoryError as SharedMemoryError
-    from fusco.core.errors import ThreadError as ThreadError
-    from fusco.core.errors import TransportError as TransportError
+    from fusco.core.config import Capacity as Capacity, Launch as Launch, Settings as Settings, StaticRows as StaticRows
+    from fusco.core.errors import (
+        ClosedError as ClosedError,
+        CompileError as CompileError,
+        FuscoError as FuscoError,
+        LaunchError as LaunchError,
+        MismatchError as MismatchError,
+        OutputMemoryError as OutputMemoryError,
+        PeerFailureError as PeerFailureError,
+        RejectedInputError as RejectedInputError,
+        RowOverflowError as RowOverflowError,
+        SharedMemoryError as SharedMemoryError,
+        ThreadError as ThreadError,
+        TransportError as TransportError,
+    )
     from fusco.core.groups import Groups as Groups
-    from fusco.core.lanes import Lanes as Lanes
-    from fusco.core.lanes import Runs as Runs
+    from fusco.core.lanes import Lanes as Lanes, Runs as Runs
     from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
     from fusco.core.segments import Segments as Segments
     from fusco.core.timeline import Timeline as Timeline
     from fusco.core.topology import Topology as Topology
-    from fusco.planner.balancer import BALANCERS as BALANCERS
-    from fusco.planner.balancer import Balancer as Balancer
+    from fusco.planner.balancer import BALANCERS as BALANCERS, Balancer as Balancer
     from fusco.planner.traffic import Traffic as Traffic
 
 __version__ = "0.2.0"

@@ -8,6 +8,7 @@ from one_rank import MAX_BYTES_PER_TOKEN, MAX_TOKENS, NUM_EXPERTS, OneRank, case
 
 import fusco
 from comparison import assert_same_bits
+from fusco.cuda import tuning
 from fusco.reference.scatter_rows import scatter_rows
 from generator import KINDS, any_bits
 
@@ -71,6 +72,13 @@ def test_many_tokens(one: OneRank, kind):
     # Many blocks plan, and each warp has several rows to move.
     case = case_of(kind, 5, num_topk=8, max_tokens=MAX_TOKENS)
     one.dispatch(case, [rows_of(case, (96,), torch.bfloat16)], alignment=8)
+
+
+@pytest.mark.parametrize("width", [1016, 1017])  # a launch is prepared once for a width
+def test_an_output_that_caches_cannot_keep(one: OneRank, width, monkeypatch):
+    monkeypatch.setattr(tuning, "STREAMED_BYTES", 0)
+    case = case_of("ragged with holes", 6, num_topk=8, max_tokens=MAX_TOKENS)
+    one.dispatch(case, [rows_of(case, (width,), torch.bfloat16)], alignment=8)
 
 
 def test_as_many_tokens_as_a_chunk_or_one_more_or_less(one: OneRank):

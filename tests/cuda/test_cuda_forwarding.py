@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms
-from fusco.cuda.kernels.plan_forwarding import plan_forwarding as plan_on_device
+from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding as plan_on_device
 from fusco.planner.routing import Routing
 from fusco.reference.plan_forwarding import plan_forwarding
 from generator import KINDS, Case

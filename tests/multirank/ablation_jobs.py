@@ -13,7 +13,7 @@ from comparison import assert_same_bits, assert_within, world_rows
 from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.internode_bytes import internode_rows
 from fusco.bench.no_engine import NoEngineShuffle
-from fusco.bench.no_planner import NoPlannerShuffle, expand
+from fusco.bench.no_planner import expand, sum_copies
 from fusco.bench.traffic import Workload
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, random_of
@@ -92,23 +92,17 @@ def check_no_planner(group: dist.ProcessGroup, setup: Setup) -> None:
     """``check_no_engine`` with a communicator that gets one token for each (token, rank)."""
     roomy = dataclasses.replace(setup, max_tokens=setup.max_tokens * dist.get_world_size(group))
     with roomy.open(group) as comm:
-
-        def send(rows, routing):
-            sent = comm.dispatch(rows, routing.topk_idx, routing.topk_weights)
-            return sent.rows, sent.num_rows_per_expert.tolist(), sent.handle
-
         for case in cases_of(setup, comm.topology.world_size):
             law = Law(case.world_topk_idx, comm.placement.expert_to_rank)
             expanded = expand(Routing(case.topk_idx(comm.rank), case.topk_weights(comm.rank)), comm.placement)
 
             def dispatch(x, expanded=expanded):
-                shuffle = NoPlannerShuffle(send, comm.combine, x, expanded)
-                rows, counts, handle = shuffle.dispatch()
-                return rows, counts, (shuffle, handle)
+                routing = expanded.routing
+                sent = comm.dispatch(x[expanded.copy_to_token], routing.topk_idx, routing.topk_weights)
+                return sent.rows, sent.num_rows_per_expert.tolist(), sent.handle
 
-            def combine(y, state):
-                shuffle, handle = state
-                return shuffle.combine(y, handle)
+            def combine(y, handle, case=case, expanded=expanded):
+                return sum_copies(comm.combine(y, handle), expanded.copy_to_token, case.num_tokens(comm.rank))
 
             check_variant(comm.rank, law, case, dispatch, combine, lambda: comm.profile)
 

@@ -97,7 +97,7 @@ def vllm_layers(group: dist.ProcessGroup) -> list[float]:
                 x, ids, weights = layer_input(rank, num_experts, num_tokens)
                 out = method.moe_kernel.apply(x, weights, ids, num_experts, expert_map)
                 errors.append(float((out - dense(x, ids, weights)).abs().max()) if num_tokens else 0.0)
-        method.moe_kernel.prepare_finalize._rows.abort()
+        method.moe_kernel.prepare_finalize._rows.comms.abort()
     return errors
 
 
@@ -169,7 +169,7 @@ def sglang_layer(group: dist.ProcessGroup) -> list[float]:
             except (ValueError, NotImplementedError) as error:
                 texts.append(str(error))
         assert len(texts) == 3, texts
-        dispatcher._rows.abort()
+        dispatcher._rows.comms.abort()
     with frozen(group, "none"):
         from fusco.integrations.sglang import make_dispatcher
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from integration_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, cases, law_of
@@ -11,6 +12,7 @@ from fusco import PeerFailureError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.elastic_buffer import ElasticBuffer
 from fusco.integrations.ep_handle import EPHandle
+from fusco.integrations.hybrid_ep import HybridEPBuffer
 from generator import Case, values
 from law import Law
 
@@ -204,4 +206,30 @@ def elastic_refusals(group: dist.ProcessGroup) -> list[str]:
             call()
         except (ValueError, TypeError, NotImplementedError) as error:
             texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def refusals_of_handles(group: dist.ProcessGroup) -> list[str]:
+    """Return the texts of errors for handles of other calls; rows go along one without experts' ids."""
+    first, hybrid = Buffer(group), HybridEPBuffer(group, HIDDEN, 2, NUM_LOCAL)
+    x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 1, dtype=torch.int64)
+    _, _, per_expert, is_in, _ = first.get_dispatch_layout(ids, NUM_LOCAL * group.size())
+    rows, *_, handle, _ = first.dispatch(x, is_token_in_rank=is_in, num_tokens_per_expert=per_expert)
+    *_, of_ranks = hybrid.dispatch(x, topk_idx=ids)
+    *_, of_experts = hybrid.dispatch_with_permute(hidden=x, topk_idx=ids)
+    without_ids, texts = (handle[1], *of_ranks[1:]), []
+    assert_same_bits(hybrid.dispatch(x, handle=without_ids)[0], rows, "rows along a handle without ids")
+    for call in (
+        lambda: hybrid.dispatch(x, handle=handle),
+        lambda: hybrid.combine(rows, handle=handle),
+        lambda: hybrid.combine(rows),
+        lambda: hybrid.dispatch(x, handle=without_ids, topk_weights=torch.ones(2, 1)),
+        lambda: hybrid.dispatch_with_permute(hidden=x, handle=of_ranks[:1]),
+        lambda: hybrid.combine_with_unpermute(hidden=x, handle=()),
+        lambda: first.dispatch(x, of_experts[:1]),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        texts.append(f"{type(error.value).__name__}: {error.value}")
+    first.destroy(), hybrid.abort()
     return texts

@@ -15,7 +15,7 @@ from fsdp_runs import LIMIT_S, Run, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fusco import ClosedError, Settings, fsdp
+from fusco import ClosedError, MismatchError, Settings, fsdp
 
 
 def error_of_undistributed_experts(_: dist.ProcessGroup) -> str:
@@ -110,5 +110,31 @@ def errors_of_one_rank(group: dist.ProcessGroup) -> list[str]:
                 dispatcher.dispatch(x[0] if dist.get_rank() else x, topk_idx, torch.ones(3, 1), 2)
             errors.append(f"{type(error.value).__name__}: {error.value}")
             arrival = dispatcher.dispatch(x, topk_idx, torch.ones(3, 1), 2)
+            assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
+    return errors
+
+
+def errors_of_other_rows_on_one_rank(group: dist.ProcessGroup, pairs: list[tuple[int, torch.dtype]]) -> list[str]:
+    """Return the errors of a dispatcher of which rank 1 passes rows of another hidden size or dtype, at first too.
+
+    All ranks may do so: it makes another communicator.
+    """
+    errors, topk_idx, hidden = [], torch.zeros(3, 1, dtype=torch.int64), 4
+    with fsdp.FuscoDispatcher(group, 8, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
+
+        def dispatch(x: torch.Tensor) -> fsdp.Arrival:
+            return dispatcher.dispatch(x, topk_idx, torch.ones(3, 1), 2)
+
+        for each in (pairs[0], *pairs):
+            other = torch.ones(3, each[0], dtype=each[1])
+            with pytest.raises(MismatchError) as error:
+                dispatch(other if dist.get_rank() else torch.ones(3, hidden))
+            errors.append(str(error.value))
+            x = torch.ones(3, hidden)
+            arrival = dispatch(x)
+            assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
+        for each in pairs:
+            x = torch.ones(3, each[0], dtype=each[1])
+            arrival = dispatch(x)
             assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
     return errors

@@ -355,7 +355,7 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
     ):
         try:
             call()
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
     buffer.abort()

@@ -6,9 +6,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
@@ -16,7 +18,7 @@ import fsdp_error_jobs as error_jobs
 import fsdp_jobs as jobs
 import fsdp_transformers_jobs as transformers_jobs
 from fsdp_models import SEQUENCE, make_model
-from fsdp_runs import Run
+from fsdp_runs import LIMIT_S, Run
 
 from fusco import StaticRows
 from fusco.fsdp import TorchDispatcher
@@ -201,6 +203,21 @@ def test_tokens_of_a_wrong_shape_on_one_rank_are_rejected_on_all(two):
         for error, verb in zip(errors, ("Communicator", "dispatch"), strict=True):
             rejected = f"RejectedInputError: {verb} was cancelled on all ranks, since rank 1 rejected its input: {text}"
             assert error == (f"ValueError: {text}" if rank else rejected)
+
+
+@pytest.mark.cpu_only
+def test_rows_of_another_size_on_one_rank_are_an_error_on_all(two):
+    begin = time.monotonic()
+    pairs = [(8, torch.float32), (4, torch.bfloat16), (8, torch.bfloat16)]
+    first, *others, same_bytes = two.run(error_jobs.errors_of_other_rows_on_one_rank, pairs)[0]
+    assert time.monotonic() - begin < LIMIT_S / 2
+    assert first == "ranks disagree in Communicator: max_bytes_per_token is 16 on rank 0, 32 on rank 1"
+    assert others == [
+        "ranks call different collectives: dispatch on rank 0, "
+        f"Communicator(num_experts=2, num_topk=1, max_bytes_per_token={num_bytes}) on rank 1"
+        for num_bytes in (32, 8)
+    ]
+    assert same_bytes.startswith("ranks disagree in dispatch: ")
 
 
 @pytest.mark.cpu_only

@@ -127,6 +127,23 @@ def test_bad_calls_are_refused_in_a_sentence(world):
     assert first[-1].startswith("NotImplementedError: fusco's deep_ep has DeepEP's normal mode only")
 
 
+def test_handles_of_other_calls_are_named(world):
+    def needs(maker, given):
+        return f"TypeError: this call needs the handle that {maker} returned, got {given}"
+
+    for texts in world.run(deep_ep_jobs.refusals_of_handles, 2):
+        assert texts == [
+            needs("dispatch of a HybridEPBuffer", "(Tensor, RankRouting)"),
+            needs("dispatch of a HybridEPBuffer", "(Tensor, RankRouting)"),
+            needs("dispatch of a HybridEPBuffer", "NoneType"),
+            "ValueError: weights and values of experts need the handle of a dispatch with topk_idx; this one's had "
+            "is_token_in_rank only",
+            needs("dispatch_with_permute of a HybridEPBuffer", "(RankRouting)"),
+            needs("dispatch_with_permute of a HybridEPBuffer", "()"),
+            needs("dispatch of a Buffer", "(_Sent)"),
+        ]
+
+
 def test_a_mistake_of_one_rank_is_told_to_all_others_at_once(world):
     of_others, of_rank_1 = world.run(jobs.mistakes_of_one_rank, 2)
     assert all(seconds < 10 for _, seconds in [*of_others, *of_rank_1]), (of_others, of_rank_1)

@@ -21,8 +21,9 @@ from train_jobs import second_losses_of, train_until_rows_do_not_arrive, train_w
 
 from fusco.cli.main import app
 from fusco.ranks.local_world import LocalWorld
+from fusco.ranks.progress import watching
 from fusco.train.job import TrainingJob, byte_model
-from fusco.train.world import run_here
+from fusco.train.rank import train_and_log
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
@@ -153,7 +154,8 @@ def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
     def look(num_done, _):
         seen.append((num_done, len(log.read_text().splitlines()) if log.exists() else 0))
 
-    run_here(one_rank_job(num_steps=4), look, log=log)
+    with LocalWorld(1) as world, watching(world.store, look):
+        world.run(train_and_log, 1, one_rank_job(num_steps=4), False, log, world.store.port)
     assert all(num_lines >= num_done for num_done, num_lines in seen)
     assert seen[-1] == (4, 4)
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from fusco.bench.rails import contention, roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.faults import flap, kill
 from fusco.rails import POLICIES, Limits
 from fusco.testbed import Testbed
@@ -31,10 +30,10 @@ def speed(bed, policy, num_rails, seconds=0.8):
     with Crew(bed, POLICIES[policy], num_rails=num_rails) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink, 16 << 20)
+        receiver.begin(roles.sink)
         sender.begin(roles.flow, time.monotonic() + START_S, seconds)
         receiver.result()
-        return sender.result().gbytes_per_s * 8e9 / RATE
+        return sender.result() * 8e9 / RATE
 
 
 def test_two_idle_rails_are_twice_as_fast_as_one(bed):
@@ -73,7 +72,7 @@ def test_the_board_is_shown(bed):
     with Crew(bed, POLICIES["fuselink"]) as crew:
         sender, receiver = crew.hire((0, 0), (1, 0))
         crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink, 16 << 20)
+        receiver.begin(roles.sink)
         sender.begin(roles.flow, time.monotonic() + START_S, 2.5)
         time.sleep(START_S)
         command = [sys.executable, "-m", "fusco", "rails", "--once", "--interval", "0.3", "--board", crew.board(0)]

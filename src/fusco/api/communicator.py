@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from fusco.api.autograd import (
     rows_of_weights,
     weights_of_slots,
 )
-from fusco.api.collective import run_collective
+from fusco.api.collective import RequestT, run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.membership import Membership
@@ -30,6 +31,8 @@ from fusco.core.segments import Segments
 from fusco.engine.base import CombineAllRequest, Pending
 from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
+
+_Result = TypeVar("_Result")
 
 
 class Communicator(Membership):
@@ -160,9 +163,7 @@ class Communicator(Membership):
         """
         payloads = _as_list(x)
         options = (expert_alignment, with_weights, static, launch)
-        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, *options) or run_collective(
-            self._session,
-            self._engine,
+        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, *options) or self._run(
             "dispatch",
             lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, *options),
             self._engine.prepare_dispatch,
@@ -253,13 +254,8 @@ class Communicator(Membership):
             pending = [self._engine.prepare_combine(part, call) for part in request.parts]
             return Pending((), lambda _: tuple(each.run(()) for each in pending))
 
-        return run_collective(
-            self._session,
-            self._engine,
-            "combine_all",
-            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
-            prepare,
-        )
+        ys = list(map(_detached, ys))
+        return self._run("combine_all", lambda: self._validator.validate_combine_all(ys, handle, launch), prepare)
 
     @uncompiled
     def dispatch_weights(
@@ -306,13 +302,7 @@ class Communicator(Membership):
             receive: segments to write the bytes of each rank to, as many as that rank sends. Segments must overlap
                 neither each other nor those to send. That is not checked, and the bytes are undefined then.
         """
-        run_collective(
-            self._session,
-            self._engine,
-            "shuffle",
-            lambda: self._validator.validate_shuffle(send, receive),
-            self._engine.prepare_shuffle,
-        )
+        self._run("shuffle", lambda: self._validator.validate_shuffle(send, receive), self._engine.prepare_shuffle)
 
     @uncompiled
     def all_to_all(
@@ -361,9 +351,7 @@ class Communicator(Membership):
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
         """
         splits = (output_split_sizes, input_split_sizes)
-        request = run_collective(
-            self._session,
-            self._engine,
+        request = self._run(
             "all_to_all",
             lambda: self._validator.validate_all_to_all(output, input, splits, schedule),
             self._engine.prepare_all_to_all,
@@ -407,13 +395,8 @@ class Communicator(Membership):
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
-        return run_collective(
-            self._session,
-            self._engine,
-            "dispatch_again",
-            lambda: self._validator.validate_redispatch(payloads, handle, launch),
-            self._engine.prepare_redispatch,
-        )
+        validate = partial(self._validator.validate_redispatch, payloads, handle, launch)
+        return self._run("dispatch_again", validate, self._engine.prepare_redispatch)
 
     def _sum(
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
@@ -421,13 +404,13 @@ class Communicator(Membership):
         """``combine`` without gradients."""
         if (out := self._repeats.combine(y, handle, weights, launch)) is not None:
             return out
-        return run_collective(
-            self._session,
-            self._engine,
-            "combine",
-            lambda: self._validator.validate_combine(y, handle, weights, launch),
-            self._engine.prepare_combine,
-        )
+        validate = partial(self._validator.validate_combine, y, handle, weights, launch)
+        return self._run("combine", validate, self._engine.prepare_combine)
+
+    def _run(
+        self, name: str, validate: Callable[[], RequestT], prepare: Callable[[RequestT, Call], Pending[_Result]]
+    ) -> _Result:
+        return run_collective(self._session, self._engine, name, validate, prepare)
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""

@@ -27,8 +27,7 @@ from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
-from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU
-from fusco.cpu.engine import CpuEngine, warm_up
+from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
@@ -70,13 +69,10 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
+        balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        wire_dtype = self.settings.wire_dtype
         return Validator(
-            rank=rank,
-            placement=placement,
-            balancer=checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]]),
-            capacity=capacity,
-            wire_dtype=self.settings.wire_dtype,
-            device=device,
+            rank=rank, placement=placement, balancer=balancer, capacity=capacity, wire_dtype=wire_dtype, device=device
         )
 
     def fields(self, validator: Validator) -> Fields:
@@ -107,12 +103,7 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default one for ``None``.
-
-    Raises:
-        TypeError: if this rank is not in the group.
-        ValueError: if there is no process group.
-    """
+    """Return the group, or the default one for ``None``; ``TypeError`` if this rank is not in it, or ``ValueError``."""
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")
@@ -155,7 +146,10 @@ def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> Commu
         return _create(store_gather, config)
     except Exception as error:
         with cleanup_after(error, "the other ranks could not be waited for"):
-            store_gather.part(without=error.peers if isinstance(error, PeerFailureError) else ())
+            if isinstance(error, PeerFailureError):
+                store_gather.part(without=error.peers)
+            else:
+                store_gather.part(reason=_failure(store_gather.rank, error))
         raise
 
 
@@ -188,6 +182,10 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     return connect_parts(store_gather, engine_config, peer_info, validator)
 
 
+def _failure(rank: int, error: BaseException) -> str:
+    return f"rank {rank} failed while it made the communicator: {type(error).__name__}: {error}"
+
+
 def connect_parts(
     store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
 ) -> CommunicatorParts:
@@ -198,9 +196,8 @@ def connect_parts(
 
     def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
         if error is not None and not isinstance(error, FuscoError):
-            reason = f"rank {store_gather.rank} failed while it made the communicator: {type(error).__name__}: {error}"
             with cleanup_after(error, "the other ranks could not be notified"):
-                connections.watchdog.give_up(reason)
+                connections.watchdog.give_up(_failure(store_gather.rank, error))
 
     with ExitStack() as resources:
         engine: Engine[Any]

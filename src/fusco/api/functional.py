@@ -47,13 +47,9 @@ def all_to_all(
 def _communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     communicators = _BY_GROUP.setdefault(group, {})
     if device not in communicators:
+        num_ranks = dist.get_world_size(group)
         made = Communicator(
-            group,
-            num_experts=dist.get_world_size(group),
-            num_topk=1,
-            max_tokens_per_rank=1,
-            max_bytes_per_token=1,
-            device=device,
+            group, num_experts=num_ranks, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1, device=device
         )
         weakref.finalize(group, made.abort)
         communicators[device] = made

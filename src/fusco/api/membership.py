@@ -149,13 +149,21 @@ class Membership:
                 rows = rows_of(layer_input)  # may raise
             comm.dispatch(rows, topk_idx)
         """
-        return Rejecting(self._reject)
+        return Rejecting(lambda reason: self._agree(CollectiveFingerprint(REJECTION, rejection=reason)))
 
-    def _reject(self, reason: str) -> None:
-        self._session.access.enter(REJECTION, is_for_owner=True)
+    def agree(self, operation: str) -> None:
+        """Take part in a collective that does nothing, so that all ranks know that all of them do what it is named for.
+
+        For adapters, before they do together what has no record, such as making another communicator. Raises
+        ``MismatchError`` on all ranks if one calls something else, ``RejectedInputError`` if one rejects its input.
+        """
+        self._agree(CollectiveFingerprint(operation))
+
+    def _agree(self, fingerprint: CollectiveFingerprint) -> None:
+        self._session.access.enter(fingerprint.operation, is_for_owner=True)
         try:
-            with self._session.collective(REJECTION):
-                self._session.agree(CollectiveFingerprint(REJECTION, rejection=reason))
+            with self._session.collective(fingerprint.operation):
+                self._session.agree(fingerprint)
         finally:
             self._session.access.leave()
 

@@ -113,12 +113,9 @@ class Validator:
         known = self._known.find(payloads, *terms)
         if known is None:
             self.require_payloads(payloads, handle.num_tokens)
+        launch = self.require_launch(launch)
         request: RedispatchRequest[Any] = RedispatchRequest(
-            payloads=payloads,
-            plan=handle.plan,
-            handle=handle.number,
-            launch=self.require_launch(launch),
-            known=known,
+            payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, known=known
         )
         if known is None:
             self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, *terms)
@@ -132,13 +129,9 @@ class Validator:
         topk_weights = None if weights is None else handle.topk_weights
         if known is None:
             self.require_expert_rows(y, handle)
+        launch = self.require_launch(launch)
         request: CombineRequest[Any] = CombineRequest(
-            rows=y,
-            plan=handle.plan,
-            topk_weights=topk_weights,
-            handle=handle.number,
-            launch=self.require_launch(launch),
-            known=known,
+            rows=y, plan=handle.plan, topk_weights=topk_weights, handle=handle.number, launch=launch, known=known
         )
         if known is None:
             fingerprint = CollectiveFingerprint("combine", request.fields)

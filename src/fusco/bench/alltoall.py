@@ -65,7 +65,7 @@ def run_rank(
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
-    advance = ProgressReporter.of_rank(rank, progress_port).advance
+    advance = ProgressReporter(rank, progress_port).advance
     links, results = measure_links(group, topology, device), []
     with Communicator(
         group,

@@ -48,7 +48,7 @@ class BalancerRecord:
 
 
 def compare_balancers(
-    shapes: Sequence[tuple[int, int]], num_draws: int, seed: int = 0, loads: Loads = "bimodal"
+    shapes: Sequence[tuple[int, int]], num_draws: int, seed: int, loads: Loads
 ) -> list[BalancerRecord]:
     """Run every balancer on the same draws, for each of ``shapes``: pairs of nodes and ranks per node."""
     records = []

@@ -11,6 +11,7 @@ from fusco.bench.device_shuffle import DeviceResult
 from fusco.bench.results import InternodeBytesRecord, VariantRecord, describe_internode_bytes, describe_variant
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, internode_rows_lower_bound
+from fusco.core.profile import CallProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,6 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
     def share(rate: float | None, peak: float) -> float | None:
         return round(rate / peak, 3) if rate and peak else None
 
-    is_fusco = variant.startswith("fusco")
     peaks = ranks[0].peaks
     num_bytes = max(rank.remote_row_bytes for rank in ranks)
     if variant == "fusco-fp8":  # a byte for each value, and a float32 scale for each block
@@ -111,7 +111,7 @@ def _within_node(variant: str, workload: Workload, run: ShuffleRun, ranks: Seque
         combine_gbs=combine_gbs,
         dispatch_of_peak=share(dispatch_gbs, peaks.copy_engine_pull_gbs),
         combine_of_peak=share(combine_gbs, peaks.copy_engine_push_gbs),
-        num_sms=ranks[0].num_sms if is_fusco else {},
+        num_sms=_num_sms(ranks[0].profiles.get(variant, ())),
         kernel_us=ranks[0].kernel_us if variant == "fusco" else {},
         peaks={name: value for name, value in asdict(peaks).items() if name != "internode"},
     )
@@ -131,7 +131,6 @@ def _between_nodes(
     peaks = {name: round(value, 3) for name, value in asdict(internode).items()}
     bound_ms = described["busiest_rank_bytes"] / internode.best_gbs / 1e6
     times: dict[str, Any] = _slowest_times(variant, ranks)
-    is_fusco = any(profile.num_sms for profile in profiles[0])
     return InternodeRecord(
         **described,
         internode_row_bytes_lower_bound=bound,
@@ -143,10 +142,15 @@ def _between_nodes(
         bound_ms=round(bound_ms, 4),
         dispatch_over_bound=round(times["dispatch_ms"] / bound_ms, 3) if bound_ms else None,
         combine_over_bound=round(times["combine_ms"] / bound_ms, 3) if bound_ms else None,
-        num_sms={"dispatch": profiles[0][0].num_sms, "combine": profiles[0][1].num_sms} if is_fusco else {},
+        num_sms=_num_sms(profiles[0]),
         peaks={"local_gbs": ranks[0].peaks.local_gbs, **peaks},
         emulation=emulation,
     )
+
+
+def _num_sms(calls: Sequence[CallProfile]) -> dict[str, int]:
+    """Return how many multiprocessors the dispatch and the combine of a variant took; empty if fusco made neither."""
+    return {verb: call.num_sms for verb, call in zip(("dispatch", "combine"), calls, strict=False) if call.num_sms}
 
 
 def _errors(variant: str, ranks: Sequence[DeviceResult]) -> list[str]:

@@ -58,14 +58,12 @@ class DeviceResult:
     profiles: dict[str, tuple[CallProfile, CallProfile]] = field(default_factory=dict)
     # median duration of each of fusco's kernels, waiting for peers included; empty with several nodes
     kernel_us: dict[str, float] = field(default_factory=dict)
-    # maximum number of multiprocessors that fusco's dispatch and combine took
-    num_sms: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
 
 
 def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
-    progress = ProgressReporter.of_rank(dist.get_rank(group), progress_port)
+    progress = ProgressReporter(dist.get_rank(group), progress_port)
     timer = RankTimer(group, "cuda")
     peaks, results = measure_device_links(group, run.topology, timer), []
     progress.advance()
@@ -115,7 +113,7 @@ class _Measurement:
         if not run.has_nodes:
             result.remote_row_bytes = _remote_row_bytes(world, workload, self._rank)
         if not run.has_nodes and "fusco" in shuffles:
-            result.num_sms, result.kernel_us = _profile_kernels(factory.communicator(), shuffles["fusco"], self._timer)
+            result.kernel_us = _profile_kernels(shuffles["fusco"], self._timer)
         self._progress.advance()
         return result
 
@@ -190,11 +188,7 @@ def _fp8(
         return errors, DeviceTimes(dispatch_ms=timer.times_ms(replay, num_iterations))
 
 
-def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> tuple[dict[str, int], dict[str, float]]:
-    rows, _, handle = shuffle.dispatch()
-    num_sms = {"dispatch": comm.profile.num_sms}
-    shuffle.combine(rows, handle)
-    num_sms["combine"] = comm.profile.num_sms
+def _profile_kernels(shuffle: Shuffle, timer: RankTimer) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it warns that a cycle drops the ones before; there is only one
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -204,7 +198,7 @@ def _profile_kernels(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> 
     for event in events:
         if event.name in KERNELS:
             durations.setdefault(event.name, []).append(event.time_range.elapsed_us())
-    return num_sms, {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
+    return {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
 
 
 def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:

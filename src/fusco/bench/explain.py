@@ -1,4 +1,4 @@
-"""One plan in numbers, as ``fusco plan`` prints it."""
+"""One plan in numbers, of a dispatch or of a ``shuffle`` of segments, as ``fusco plan`` prints it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from fusco.api.memory_size import memory_size_hint
 from fusco.bench.traffic import Workload
 from fusco.core.config import Capacity
 from fusco.core.lanes import Lanes
+from fusco.core.topology import Topology
+from fusco.engine.all_to_all import are_lanes_worth_it
 from fusco.planner.balancer import BALANCERS, balance_static
 from fusco.planner.cost import plan_cost
 from fusco.planner.traffic import Traffic
 from fusco.planner.world import plan_world, traffic_of
+from fusco.schedule.cost import CPU_LINKS, schedule_for
+from fusco.schedule.stages import IntArray, lower_bound_bytes
 
 
 @dataclass(frozen=True)
-class RankRows:
-    """Rows that one rank sends and receives between nodes; ``plain``: if ranks with equal local ranks do it."""
+class RankLoad:
+    """Rows or bytes that one rank sends and receives between nodes.
+
+    ``plain`` of a dispatch: if ranks with equal local ranks do it; of a shuffle: if every rank sends its segments.
+    """
 
     rank: int
     node: int
@@ -53,7 +60,7 @@ class PlanRecord:
     bytes_per_token: int
     balancer: str
     node_to_node_rows: list[list[int]]
-    ranks: list[RankRows]
+    ranks: list[RankLoad]
     bound_rows: float
     balance: dict[str, Balance]
     internode_bytes: int
@@ -86,7 +93,7 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
         bytes_per_token=workload.bytes_per_token,
         balancer=balancer,
         node_to_node_rows=traffic.num_rows.sum(axis=1).tolist(),
-        ranks=[RankRows(rank, node, *rows[rank]) for rank, node in enumerate(topology.rank_to_node)],
+        ranks=[RankLoad(rank, node, *rows[rank]) for rank, node in enumerate(topology.rank_to_node)],
         bound_rows=round(traffic.bound, 1),
         balance={name: balance_of(traffic, traffic.lanes_of(balance(traffic))) for name, balance in BALANCERS.items()},
         internode_bytes=sum(cost.internode_send_bytes for cost in costs),
@@ -104,3 +111,75 @@ def balance_of(traffic: Traffic, lanes: Lanes) -> Balance:
     bound = traffic.bound or 1.0
     sent, received = (float(rows.max() / bound) for rows in (lanes.sent_rows, lanes.received_rows))
     return Balance(sent, received, lanes.num_moved)
+
+
+@dataclass(frozen=True)
+class CarriedBytes:
+    """Bytes of a rank for another node that a rank of its own node sends."""
+
+    carrier: int
+    rank: int
+    to_node: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleRecord:
+    """A shuffle for all ranks. ``bound_bytes`` are those of a rank of the busiest node, if its ranks share them evenly.
+
+    Without lanes (``has_lanes``) every rank sends its segments itself. ``handed_on_bytes`` arrive at another rank than
+    their destination and cross its node once more, as ``carried`` do before they are sent.
+    """
+
+    matrix: str
+    nodes: int
+    ranks_per_node: int
+    slice_bytes: int
+    has_lanes: bool
+    bound_bytes: int
+    ranks: list[RankLoad]
+    carried: list[CarriedBytes]
+    handed_on_bytes: int
+
+
+def explain_shuffle(matrix: str, rank_bytes: IntArray, topology: Topology, slice_bytes: int) -> ShuffleRecord:
+    """Plan a shuffle on the CPU in which rank ``i`` has ``rank_bytes[i, j]`` for rank ``j``, and return its figures.
+
+    Rank 0 has 8 MB for node 1, and rank 1 sends half of them:
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> rank_bytes = np.array([[0, 0, 4, 4], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]) * 10**6
+    >>> explain_shuffle("example", rank_bytes, topology, slice_bytes=10**6).carried
+    [CarriedBytes(carrier=1, rank=0, to_node=1, num_bytes=4000000)]
+    """
+    nodes = np.array(topology.rank_to_node)
+    is_node = np.eye(topology.num_nodes, dtype=np.int64)[nodes]
+    crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
+    has_lanes = are_lanes_worth_it(rank_bytes, topology, slice_bytes)
+    plain = loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))
+    carried: list[CarriedBytes] = []
+    handed_on = 0
+    if has_lanes:
+        schedule = schedule_for(crossing, topology, CPU_LINKS)
+        sent = schedule.internode
+        loads, handed_on = sent.load(topology.world_size), int(schedule.redistribution.num_bytes.sum())
+        of_others = sent.select(sent.from_rank != sent.src_rank)
+        ends = np.stack((of_others.from_rank, of_others.src_rank, nodes[of_others.dst_rank]))
+        found, which = np.unique(ends, axis=1, return_inverse=True)
+        sizes = np.zeros(found.shape[1], np.int64)
+        np.add.at(sizes, which.ravel(), of_others.num_bytes)
+        carried = [CarriedBytes(*column) for column in np.vstack((found, sizes)).T.tolist()]
+    return ShuffleRecord(
+        matrix=matrix,
+        nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node,
+        slice_bytes=slice_bytes,
+        has_lanes=has_lanes,
+        bound_bytes=-(-lower_bound_bytes(is_node.T @ crossing @ is_node) // topology.ranks_per_node),
+        ranks=[
+            RankLoad(rank, node, *plain[:, rank].tolist(), *loads[:, rank].tolist())
+            for rank, node in enumerate(topology.rank_to_node)
+        ],
+        carried=carried,
+        handed_on_bytes=handed_on,
+    )

@@ -50,12 +50,8 @@ def busiest_rows(rank_to_rank: IntArray) -> int:
 
 def _forwarded(counts: Sequence[Sequence[int]], workload: Workload, balancer: str = "static") -> IntArray:
     """Return the rows to each forwarder, from each carrier, if rank ``r`` has ``counts[r][n]`` rows for node ``n``."""
-    topology = workload.topology
-    traffic = Traffic.from_counts(topology, counts)
-    runs = traffic.lanes_of(BALANCERS[balancer](traffic)).runs
-    rank_to_rank = np.zeros((topology.world_size, topology.world_size), np.int64)
-    np.add.at(rank_to_rank, (runs.carrier, runs.forwarder), runs.num_rows)
-    return rank_to_rank
+    traffic = Traffic.from_counts(workload.topology, counts)
+    return traffic.lanes_of(BALANCERS[balancer](traffic)).rank_to_rank
 
 
 def num_copies(workload: Workload) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +23,7 @@ def write_json_lines(records: Sequence[DataclassInstance], path: Path | None, *,
     """
     if path is None:
         return
-    if path == STDOUT:
-        sys.stdout.writelines(json.dumps(asdict(record)) + "\n" for record in records)
-        sys.stdout.flush()  # processes take turns
-        return
-    with path.open("a" if appends else "w", encoding="utf-8") as lines:
+    mode = "a" if appends else "w"
+    with nullcontext(sys.stdout) if path == STDOUT else path.open(mode, encoding="utf-8") as lines:
         lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+        lines.flush()  # processes take turns

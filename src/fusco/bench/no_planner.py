@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -37,28 +35,8 @@ def expand(routing: Routing, placement: ExpertPlacement) -> Expanded:
     return Expanded(Routing(torch.where(is_there, ids[tokens], -1), weights), tokens)
 
 
-class NoPlannerShuffle:
-    """Dispatch of copies made beforehand, and combine with a final sum over a token's copies."""
-
-    def __init__(
-        self,
-        dispatch: Callable[[torch.Tensor, Routing], tuple[torch.Tensor, Any, Any]],
-        combine: Callable[[torch.Tensor, Any], torch.Tensor],
-        x: torch.Tensor,
-        expanded: Expanded,
-    ) -> None:
-        """Make the copies; dispatch and combine are fusco's."""
-        self._dispatch, self._combine = dispatch, combine
-        self._expanded, self._num_tokens = expanded, len(x)
-        self._copies = x.index_select(0, expanded.copy_to_token)
-
-    def dispatch(self) -> tuple[torch.Tensor, Any, Any]:
-        """Return expert-major rows, the same as those of the original tokens."""
-        return self._dispatch(self._copies, self._expanded.routing)
-
-    def combine(self, y: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Return token-major rows: the sums of each token's copies, added in float32."""
-        parts = self._combine(y, handle)
-        wide = torch.promote_types(parts.dtype, torch.float32)
-        out = torch.zeros(self._num_tokens, *parts.shape[1:], dtype=wide, device=parts.device)
-        return out.index_add_(0, self._expanded.copy_to_token, parts.to(wide)).to(parts.dtype)
+def sum_copies(parts: torch.Tensor, copy_to_token: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return token-major rows: the sums of each token's copies, added in float32."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    out = torch.zeros(num_tokens, *parts.shape[1:], dtype=wide, device=parts.device)
+    return out.index_add_(0, copy_to_token, parts.to(wide)).to(parts.dtype)

@@ -126,13 +126,12 @@ def measure_sizes(show: Show, sizes: Sequence[int], memory: Memory) -> None:
                 show(OffloadRecord("sizes", case, "default", num_bytes, launch_bytes, results))
 
 
-def measure_variants(show: Show, chunks: Sequence[int], names: Sequence[str], memory: Memory, num_bytes: int) -> None:
+def measure_variants(show: Show, memory: Memory, num_bytes: int) -> None:
     """Measure D1 to D4 by the size of a launch."""
     plain = {case: memory.plain_gbs(case, num_bytes) for case in _DIRECTIONS}
-    for name in names:
-        for launch_bytes in chunks:
-            settings = with_chunks(VARIANTS[name], launch_bytes)
-            with Copier(memory.device, settings) as copier:
+    for name, base in VARIANTS.items():
+        for launch_bytes in CHUNKS:
+            with Copier(memory.device, with_chunks(base, launch_bytes)) as copier:
                 memory.verify(copier, 16 * MB)
                 results: dict[str, float] = {}
                 for case in _DIRECTIONS:
@@ -233,15 +232,15 @@ def _wait_until(holds: Callable[[], bool], limit_s: float) -> float:
     return time.perf_counter() - start
 
 
-def run(show: Show, names: Sequence[str], sizes: Sequence[int], chunks: Sequence[int], variants: Sequence[str]) -> None:
+def run(show: Show, names: Sequence[str]) -> None:
     """Run benchmarks by name on GPU 0, with GPU 1 as the other; with one GPU only ``sizes``, of its own link."""
-    largest = max(sizes)
+    largest = max(SIZES)
     memory = Memory(0, max(largest, _BURST_BYTES))
     has_other = torch.cuda.device_count() > 1
     with ExitStack() as ending:
         owner = ending.enter_context(Owner(1, _BURST_BYTES)) if has_other and {"owner", "memory"} & set(names) else None
         if "sizes" in names:
-            measure_sizes(show, sizes, memory)
+            measure_sizes(show, SIZES, memory)
         if not has_other:
             return
         if owner and "memory" in names:
@@ -252,4 +251,4 @@ def run(show: Show, names: Sequence[str], sizes: Sequence[int], chunks: Sequence
         if "both-busy" in names:
             measure_both_busy(show, [memory, Memory(1, largest)], largest)
         if "variants" in names:
-            measure_variants(show, chunks, variants, memory, min(largest, 256 << 20))
+            measure_variants(show, memory, 256 * MB)

@@ -99,7 +99,7 @@ class ShuffleRecord(InternodeBytesRecord):
 
 @dataclass(frozen=True)
 class Gain:
-    """How much longer a variant takes than the first one, in the same batches: of the time and of the busiest rank."""
+    """Ratio of a variant to the first one, in the same batches: of the time and of the busiest rank's rows."""
 
     variant: str
     median: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,21 +53,16 @@ def num_steps(num_nodes: Sequence[int]) -> int:
     return len(num_nodes) * len(_MODES)
 
 
-def measure_schedules(
-    num_nodes: Sequence[int], num_draws: int, seed: int = 0, on_step: Callable[[str, int], None] = lambda *_: None
-) -> list[ScheduleRecord]:
+def measure_schedules(num_nodes: Sequence[int], num_draws: int, seed: int) -> Iterator[ScheduleRecord]:
     """Run every mode on the same draws: off-diagonal entries uniform in 1..100,000.
 
-    ``on_step`` is called before each measurement with its name and the number of finished ones. Every schedule is
-    verified: it sends the bytes of the matrix and is as short as its mode promises; otherwise ``RuntimeError``.
+    Every schedule is verified: it sends the bytes of the matrix and is as short as its mode promises; otherwise
+    ``RuntimeError``.
     """
     warm_up()
-    records: list[ScheduleRecord] = []
     for size in num_nodes:
         for mode in _MODES:
-            on_step(f"{mode}, {size} nodes", len(records))
-            records.append(_measure(mode, size, num_draws, seed))
-    return records
+            yield _measure(mode, size, num_draws, seed)
 
 
 def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRecord:

@@ -45,7 +45,7 @@ class RankResult:
 def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
     rank = dist.get_rank(group)
-    progress = ProgressReporter.of_rank(rank, progress_port)
+    progress = ProgressReporter(rank, progress_port)
     links, results = measure_links(group, run.topology), []
     with ShuffleFactory(group, run) as factory:
         for workload in run.workloads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from fusco.api.communicator import Communicator
 from fusco.bench.baseline import BaselineShuffle
 from fusco.bench.internode_bytes import num_copies
 from fusco.bench.no_engine import NoEngineShuffle
-from fusco.bench.no_planner import NoPlannerShuffle, expand
+from fusco.bench.no_planner import expand, sum_copies
 from fusco.bench.peers import BufferShuffle, ElasticBufferShuffle
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Workload, WorldInput
@@ -116,24 +116,20 @@ class ShuffleFactory(ExitStack):
         *,
         is_graph: bool = False,
     ) -> Shuffle:
-        """Return dispatch and combine of a communicator."""
+        """Return dispatch and combine of a communicator, on the multiprocessors that the run allows."""
+
+        def dispatch() -> Sent:
+            sent = comm.dispatch(x, routing.topk_idx, routing.topk_weights, static=static, launch=self._launch)
+            return sent.rows, sent.num_rows_per_expert, sent.handle
+
         return Shuffle(
-            lambda: self.dispatch(comm, x, routing, static),
-            lambda rows, handle: self.combine(comm, rows, handle),
+            dispatch,
+            lambda rows, handle: comm.combine(rows, handle, launch=self._launch),
             lambda: comm.profile,
             is_graph,
             # On CUDA parts of a sum travel between the ranks of a node, too.
             _PARTS_OF_RANKS if self.run.device == "cuda" and self.run.has_nodes else _PARTS_OF_NODES,
         )
-
-    def dispatch(self, comm: Communicator, x: torch.Tensor, routing: Routing, static: StaticRows | None = None) -> Sent:
-        """Dispatch on the multiprocessors that the run allows."""
-        sent = comm.dispatch(x, routing.topk_idx, routing.topk_weights, static=static, launch=self._launch)
-        return sent.rows, sent.num_rows_per_expert, sent.handle
-
-    def combine(self, comm: Communicator, rows: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Combine on the multiprocessors that the run allows."""
-        return comm.combine(rows, handle, launch=self._launch)
 
     @cached_property
     def max_copies(self) -> int:
@@ -174,13 +170,13 @@ def _of_routing(shuffle: Any, rank: RankInput) -> Callable[[], Sent]:
 
 def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     comm = factory.communicator(max_tokens=factory.max_copies)
-    expanded = NoPlannerShuffle(
-        lambda rows, routing: factory.dispatch(comm, rows, routing),
-        lambda rows, handle: factory.combine(comm, rows, handle),
-        rank.x,
-        expand(rank.routing, factory.run.shape.placement),
-    )
-    return Shuffle(expanded.dispatch, expanded.combine, lambda: comm.profile)
+    copies = expand(rank.routing, factory.run.shape.placement)
+    of_copies = factory.by_communicator(comm, rank.x.index_select(0, copies.copy_to_token), copies.routing)
+
+    def combine(rows: torch.Tensor, handle: Any) -> torch.Tensor:
+        return sum_copies(of_copies.combine(rows, handle), copies.copy_to_token, len(rank.x))
+
+    return replace(of_copies, combine=combine)
 
 
 def _fusco(factory: ShuffleFactory, rank: RankInput, balancer: str | None = None) -> Shuffle:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,8 +16,10 @@ import torch.distributed as dist
 
 _HEAD_START_CYCLES = 1_000_000  # about half a millisecond, in which the host enqueues what is to be timed
 _NUM_WARM_UPS = 3
-_NUM_LOOPS = 3
 NUM_CALLS_IN_A_ROW = 20
+_MIN_LOOPS, _MAX_LOOPS, _LOOPS_S = 3, 20, 0.2  # repetitions of 20 calls: as many as the seconds allow
+# Ranks of a host begin when its clock reaches the next multiple, which is at least the slack away.
+_START_PERIOD_NS, _START_SLACK_NS = 2_000_000, 500_000
 _IDLE = slice(3, 5)  # fields of /proc/stat, proc(5): idle, and waiting for a disk
 _NUM_FIELDS = 8  # those after steal are counted in earlier ones
 
@@ -43,14 +46,23 @@ class Stopwatch:
 class SectionTimer:
     """Adds up the times between marks, by section, while it is on; waiting for ranks and the host is included."""
 
-    def __init__(self, device_type: str, *, is_on: bool = True) -> None:
-        self._stopwatch, self.is_on = Stopwatch(device_type), is_on
+    is_on = True
+
+    def __init__(self, device_type: str) -> None:
+        self._stopwatch = Stopwatch(device_type)
         self._marks: dict[str, list[Any]] = {}
 
     def mark(self, section: str) -> None:
         """Begin a section, or end the one that has begun."""
         if self.is_on:
             self._marks.setdefault(section, []).append(self._stopwatch.mark())
+
+    @contextmanager
+    def timed(self, section: str) -> Iterator[None]:
+        """Mark a section around the block."""
+        self.mark(section)
+        yield
+        self.mark(section)
 
     def take_s(self, sections: Sequence[str]) -> dict[str, float]:
         """Return the seconds of every section since the last call; the device must have reached all marks."""
@@ -93,9 +105,12 @@ class RankTimer:
     def loop_times_ms(self, work: Callable[[], object]) -> list[float]:
         """Return the host's time for each of 20 calls in a row that nothing interrupts, up to the end of the last one.
 
-        One value for each repetition, after one that is not counted.
+        One value for each of 3 to 20 repetitions, of 0.2 s in all if more than 3, after one that is not counted.
         """
-        return [each / NUM_CALLS_IN_A_ROW for each in self._host_times_ms(work, NUM_CALLS_IN_A_ROW, 1 + _NUM_LOOPS)][1:]
+        loop_s = torch.tensor([self._host_times_ms(work, NUM_CALLS_IN_A_ROW, 1)[0] / 1e3], device=self._token.device)
+        dist.all_reduce(loop_s, dist.ReduceOp.MAX, group=self._group)
+        num_loops = min(_MAX_LOOPS, max(_MIN_LOOPS, int(_LOOPS_S / float(loop_s))))
+        return [each / NUM_CALLS_IN_A_ROW for each in self._host_times_ms(work, NUM_CALLS_IN_A_ROW, num_loops)]
 
     def idle_times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
         """Return the host's time for each call alone: from idle devices until the device has completed it."""
@@ -108,6 +123,7 @@ class RankTimer:
             finish()
             dist.barrier(self._group)
             finish()
+            _wait_for_next_period()
             start = time.perf_counter()
             for _ in range(num_calls):
                 work()
@@ -120,6 +136,13 @@ class RankTimer:
         slowest = torch.tensor([median(self.times_ms(work, num_iterations))], dtype=torch.float64, device="cpu")
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
         return float(slowest)
+
+
+def _wait_for_next_period() -> None:
+    """Wait for a moment that ranks of a host share: a barrier lets go of some of them tens of microseconds later."""
+    begin = ((time.monotonic_ns() + _START_SLACK_NS) // _START_PERIOD_NS + 1) * _START_PERIOD_NS
+    while time.monotonic_ns() < begin:
+        pass
 
 
 @dataclass(frozen=True)
@@ -143,7 +166,11 @@ class CoreTimes:
 
     def since(self, start: CoreTimes) -> CoreTimes:
         """Return what has passed since ``start``."""
-        return CoreTimes(self.process_s - start.process_s, self.busy_s - start.busy_s, self.all_s - start.all_s)
+        # Rounded, so that busy cores are not busier than all of them by an error of float64.
+        busy_s, all_s = (
+            round(now - before, 6) for now, before in ((self.busy_s, start.busy_s), (self.all_s, start.all_s))
+        )
+        return CoreTimes(self.process_s - start.process_s, busy_s, all_s)
 
 
 def others_share(of_ranks: Sequence[Sequence[CoreTimes]]) -> float:

@@ -19,13 +19,8 @@ from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 
 app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
-app.command()(shuffle)
-app.command()(alltoall)
-app.command()(schedule)
-app.command()(host)
-app.command()(prefill)
-app.command()(rails)
-app.command()(offload)
+for _command in (shuffle, alltoall, schedule, host, prefill, rails, offload):
+    app.command()(_command)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -79,7 +78,7 @@ def alltoall(
             seed=routing.seed,
             mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
-            device=place.device.value,
+            device=place.device,
             rank_gbs=place.rank_gbs,
         )
         for kind in kinds
@@ -123,7 +122,6 @@ def _run(
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
     from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.ranks.emulation import emulated_network
     from fusco.schedule import warm_up
 
     run, num_ranks = runs[0], runs[0].topology.world_size
@@ -138,7 +136,7 @@ def _run(
         num_steps(len(runs), num_iterations),
         console,
         device=run.device,
-        environment=emulated_network(run.topology, os.environ) if run.device == "cuda" else None,
+        topology=run.topology,
         prepare=(warm_up_cpu, warm_up),
     )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -17,17 +15,10 @@ if TYPE_CHECKING:
     from fusco.bench.host import HostRecord
 
 
-class HostDevice(str, Enum):
-    """What kernels are launched on."""
-
-    NULL = "null"
-    CUDA = "cuda"
-
-
 def host(
     device: Annotated[
-        HostDevice, typer.Option(help="null: a device that does nothing, on any machine. cuda: GPUs.")
-    ] = HostDevice.NULL,
+        Literal["null", "cuda"], typer.Option(help="null: a device that does nothing, on any machine. cuda: GPUs.")
+    ] = "null",
     ranks: Annotated[
         list[int] | None, typer.Option(min=1, help="Numbers of ranks. Default: 1 and 2; between nodes one for each.")
     ] = None,
@@ -47,18 +38,17 @@ def host(
     from fusco.bench.host import HostRun, measure_host, records_of
     from fusco.bench.json_lines import write_json_lines
     from fusco.core.topology import Topology
-    from fusco.ranks.emulation import emulated_network
 
     console, records = new_console(json), []
-    on = "cuda" if device is HostDevice.CUDA else "cpu"
+    on = "cuda" if device == "cuda" else "cpu"
     num_devices(on)  # before any process starts
     if num_topk > num_experts:
         raise ValueError(f"num_topk is {num_topk}, more than the {num_experts} experts")
     if uneven := [num_ranks for num_ranks in ranks or () if num_ranks % nodes]:
         raise ValueError(f"--ranks {uneven[0]} do not divide among {nodes} nodes")
-    for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device is HostDevice.NULL else [1]):
+    for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device == "null" else [1]):
         run = HostRun(
-            device=device.value,
+            device=device,
             num_ranks=num_ranks,
             ranks_per_node=num_ranks // nodes,
             num_tokens=tokens,
@@ -68,8 +58,8 @@ def host(
             num_calls=calls,
         )
         check_room("rows (--tokens, --hidden)", 2 * tokens * hidden, num_ranks)
-        environment = emulated_network(Topology.of_equal_nodes(num_ranks, num_ranks // nodes), os.environ)
-        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, environment=environment)
+        topology = Topology.of_equal_nodes(num_ranks, num_ranks // nodes)
+        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
         console.print(_table(records))

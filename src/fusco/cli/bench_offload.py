@@ -25,15 +25,6 @@ def offload(
         list[str] | None,
         typer.Option(help="Benchmarks: sizes, variants, both-busy, owner, memory. Default: all, about a minute."),
     ] = None,
-    size: Annotated[
-        list[float] | None, typer.Option(min=1 / 1024, help="MiB of a copy. Default: 1, 16, 64, 256, 1024.")
-    ] = None,
-    chunk: Annotated[
-        list[float] | None, typer.Option(min=1 / 16, max=8, help="MiB of a launch, for variants. Default: 0.5, 2, 8.")
-    ] = None,
-    variant: Annotated[
-        list[str] | None, typer.Option(help="Variants: D1 to D4 and what combines them. Default: all.")
-    ] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Copy between a GPU and pinned host memory, verified, beside cudaMemcpyAsync; GPU 1 is the idle one.
@@ -44,10 +35,9 @@ def offload(
     import torch
 
     from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.offload import BENCHMARKS, CHUNKS, SIZES, VARIANTS, run
+    from fusco.bench.offload import BENCHMARKS, run
 
     names = options.choose_names(only, list(BENCHMARKS), "only")
-    variants = options.choose_names(variant, list(VARIANTS), "variant")
     if not torch.cuda.is_available():
         raise ValueError("this machine has no GPU that PyTorch can use")
     console = new_console(json)
@@ -58,11 +48,7 @@ def offload(
             records.append(record)
             status.update(escape(f"{record.benchmark}: {record.case}, {record.variant}"))
 
-        sizes, chunks = (
-            [int(_MB * each) for each in given] if given else default
-            for given, default in ((size, SIZES), (chunk, CHUNKS))
-        )
-        run(show, names, sizes, chunks, variants)
+        run(show, names)
     show_records(records, console)
     write_json_lines(records, json)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,11 +14,10 @@ from rich.console import Console
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
-from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
-from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,19 +27,13 @@ if TYPE_CHECKING:
     from fusco.core.topology import Topology
 
 
-class ModelName(str, Enum):
-    """Models to prefill."""
-
-    TINY = "tiny"
-    QWEN3 = "qwen3-30b-a3b"
-
-
 @with_groups
 def prefill(
     *,
     place: PlaceOptions,
     model: Annotated[
-        ModelName | None, typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b.")
+        Literal["tiny", "qwen3-30b-a3b"] | None,
+        typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None,
@@ -86,12 +78,11 @@ def prefill(
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.fsdp.qwen3 import Qwen3Shape
 
-    topology, is_cuda = place.topology(num_cpu_nodes=1), place.device is options.Device.CUDA
-    device: Literal["cpu", "cuda"] = "cuda" if is_cuda else "cpu"
-    model = model or (ModelName.QWEN3 if is_cuda else ModelName.TINY)
+    topology, device = place.topology(num_cpu_nodes=1), place.device
+    is_cuda = device == "cuda"
     dtype = dtype or ("bfloat16" if is_cuda else "float32")
     chosen, skipped = _choose_variants(variants, device, dtype)
-    is_tiny = model is ModelName.TINY
+    is_tiny = model == "tiny" or (model is None and not is_cuda)
     shape = TINY if is_tiny else Qwen3Shape()
     job = PrefillJob(
         shape=replace(shape, num_layers=layers or shape.num_layers),
@@ -148,15 +139,14 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
 
     if job.device == "cpu":
         check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
-    path = json.resolve() if json and json != STDOUT else json  # the ranks' working directory may differ
     results = run_on_ranks(
         prefill_rank,
-        (job, path),
+        (job, absolute(json)),
         job.num_ranks,
         num_steps(job),
         console,
         device=job.device,
-        environment=emulated_network(_hosts(job), os.environ) if job.device == "cuda" else None,
+        topology=_hosts(job),
         prepare=(warm_up_cpu,),
     )
     return results[0] if results else None

@@ -47,7 +47,7 @@ def rails(
     """
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.rails.crew import VARIANTS
-    from fusco.bench.rails.suite import BENCHMARKS, RailsSuite
+    from fusco.bench.rails.suite import BENCHMARKS, run_suite
     from fusco.rails import POLICIES
 
     names = options.choose_names(only, list(BENCHMARKS), "only")
@@ -60,7 +60,7 @@ def rails(
             records.append(record)
             status.update(escape(f"{record.benchmark}: {record.case}, {record.policy}"))
 
-        RailsSuite(names, policies, num_rails, rate, seconds).run(show)
+        run_suite(names, policies, (num_rails, rate), seconds, show)
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))

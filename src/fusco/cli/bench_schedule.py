@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from fusco.cli import options
@@ -35,16 +35,9 @@ def schedule(
     from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
 
     console, sizes = new_console(json), nodes or NUM_NODES
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    total, measuring = num_steps(sizes), measure_schedules(sizes, draws, seed)
     # Refreshed between measurements only: a thread that refreshes would disturb them.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("compiling (once)", total=num_steps(sizes))
-        progress.refresh()
-
-        def show(doing: str, num_done: int) -> None:
-            progress.update(task, description=doing, completed=num_done, refresh=True)
-
-        records = measure_schedules(sizes, draws, seed, show)
+    records = list(track(measuring, "measuring", total, auto_refresh=False, console=console, transient=True))
     console.print(_table(records))
     write_json_lines(records, json)
 

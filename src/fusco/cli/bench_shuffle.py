@@ -103,7 +103,7 @@ def shuffle(
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.planner.balancer import DEFAULT_BALANCERS
 
-    topology, device = place.topology(), place.device.value
+    topology, device = place.topology(), place.device
     patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
@@ -117,7 +117,7 @@ def shuffle(
             device, topology.num_nodes, options.choose_names(variants, [], "variants"), with_ablation=ablation
         ),
         settings=settings,
-        balancer=balancer.value if balancer else DEFAULT_BALANCERS[device],
+        balancer=balancer or DEFAULT_BALANCERS[device],
         num_iterations=iterations,
         device=device,
         num_sms=num_sms,
@@ -173,7 +173,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
-    from fusco.ranks.emulation import describe_emulation, emulated_network
+    from fusco.ranks.emulation import describe_emulation
     from fusco.ranks.torchrun import launched
 
     ranks = run_on_ranks(
@@ -183,7 +183,7 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
         num_device_steps(run),
         console,
         device="cuda",
-        environment=emulated_network(run.topology, os.environ),
+        topology=run.topology,
     )
     if ranks is None:
         return None

@@ -21,12 +21,17 @@ import fusco
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
-from fusco.core.requirements import LEAST_VERSIONS, installed, is_recent
+from fusco.core.requirements import LEAST_CAPABILITY, LEAST_VERSIONS, installed, is_recent
 
 _State = Literal["ok", "missing", "optional"]
 _Outcome = tuple[str, str]  # what a check has found, and what to do; "" for nothing
 
 _INSTALL_CUDA_CORE = "pip install 'cuda-core[cu13]'"
+_CAPABILITY_WITHOUT_GPU = (9, 0)  # that kernels are compiled for, to try
+_CUDA_OF_PACKAGE = 13  # major version of CUDA that this installs
+# Drivers by the major version of CUDA whose binaries they load
+# (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
+_LEAST_DRIVERS = {12: 525, 13: 580}
 
 
 def doctor(json: options.JsonFile = None) -> None:
@@ -138,12 +143,49 @@ def _open_files() -> _Outcome:
     return found, "" if soft >= 1024 else "ulimit -n 4096"
 
 
+def _capabilities() -> list[tuple[int, int]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+
+
 def _gpus() -> _Outcome:
     import torch
 
-    if torch.cuda.is_available():
-        return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), ""
-    return "none that torch can use", "a torch built for CUDA on a machine with GPUs"
+    if not (capabilities := _capabilities()):
+        return "none that torch can use", "a torch built for CUDA on a machine with GPUs"
+    named = [f"{torch.cuda.get_device_name(i)} ({major}.{minor})" for i, (major, minor) in enumerate(capabilities)]
+    least, usable = ".".join(map(str, LEAST_CAPABILITY)), [each >= LEAST_CAPABILITY for each in capabilities]
+    remedy = f"GPUs of compute capability {least} (A100) or newer"
+    if any(usable):
+        remedy += (
+            f"; CUDA_VISIBLE_DEVICES={','.join(str(i) for i, each in enumerate(usable) if each)} leaves out others"
+        )
+    return f"{', '.join(named)}; in brackets compute capability", "" if all(usable) else remedy
+
+
+def _driver() -> _Outcome:
+    import ctypes
+
+    try:
+        from cuda.bindings import nvrtc
+
+        needed = int(nvrtc.nvrtcVersion()[1])
+    except ImportError:
+        needed = _CUDA_OF_PACKAGE
+    least = f", {_LEAST_DRIVERS[needed]} or newer" if needed in _LEAST_DRIVERS else ""
+    remedy = f"an NVIDIA driver for CUDA {needed}{least}: it loads what NVRTC {needed} compiles"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"none: {error}", remedy
+    number = ctypes.c_int()
+    if result := driver.cuDriverGetVersion(ctypes.byref(number)):
+        return f"its version is unknown (error {result} of cuDriverGetVersion)", remedy
+    found = f"for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    return found, "" if number.value // 1000 >= needed else remedy
 
 
 def _peers() -> _Outcome:
@@ -172,9 +214,11 @@ def _cuda_kernels() -> _Outcome:
     from fusco.cuda.kernels.copy_segments import CopyArgs
 
     constants = {"ARGUMENT_BYTES": ctypes.sizeof(CopyArgs), "NUM_THREADS": 256}
+    usable = {each for each in _capabilities() if each >= LEAST_CAPABILITY} or {_CAPABILITY_WITHOUT_GPU}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            Compiler("sm_90", Path(folder)).compile("copy_segments", constants)
+            for major, minor in sorted(usable):
+                Compiler(f"sm_{major}{minor}", Path(folder)).compile("copy_segments", constants)
     except CompileError as error:
         return str(error), f"a cuda-core that brings NVRTC: {_INSTALL_CUDA_CORE}"
     return "compiled by NVRTC when first used", ""
@@ -225,6 +269,7 @@ _CHECKS: tuple[tuple[str, Callable[[], _Outcome], _State, _State], ...] = (
     ("gloo (process groups on the CPU)", _gloo, "missing", "missing"),
     ("open files", _open_files, "optional", "missing"),
     ("GPUs", _gpus, "optional", "optional"),
+    ("CUDA driver", _driver, "optional", "optional"),
     ("GPUs that reach each other", _peers, "optional", "optional"),
     ("cuda.core (compiles CUDA kernels)", _cuda_core, "optional", "optional"),
     ("CUDA kernels", _cuda_kernels, "optional", "optional"),

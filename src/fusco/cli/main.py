@@ -43,14 +43,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench_app, name="bench")
-app.command()(plan)
-app.command()(schedule)
-app.command()(train)
-app.command()(rails)
-app.command()(doctor)
+for _command in (plan, schedule, train, rails, doctor, warm_up, integrations):
+    app.command()(_command)
 app.command("testbed")(run_testbed)
-app.command()(warm_up)
-app.command()(integrations)
 
 
 def _print_version(is_asked: bool) -> None:

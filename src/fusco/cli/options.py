@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,22 +20,9 @@ if TYPE_CHECKING:
     from fusco.core.topology import Topology
 
 
-class BalancerName(str, Enum):
-    """The names of ``fusco.BALANCERS``; a test compares them."""
-
-    LANES = "lanes"
-    STATIC = "static"
-    ROTATION = "rotation"
-    SEND_AND_RECEIVE = "send-and-receive"
-
-
-class Device(str, Enum):
-    """Device types of rows."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
+Device = Literal["cpu", "cuda"]
+# The names of ``fusco.BALANCERS``; a test compares them.
+BalancerName = Literal["lanes", "static", "rotation", "send-and-receive"]
 _NUM_LAYERS = 48  # of the trace that comes with fusco
 
 RowDtype = Literal["bfloat16", "float16", "float32"]

@@ -15,8 +15,11 @@ from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
-    from fusco.bench.explain import PlanRecord
-    from fusco.bench.explain_shuffle import ShuffleRecord
+    from collections.abc import Callable, Sequence
+
+    from rich.table import Table
+
+    from fusco.bench.explain import PlanRecord, RankLoad, ShuffleRecord
     from fusco.core.topology import Topology
 
 _SKEW, _BYTES_PER_RANK = 0.8, 16 << 20
@@ -29,7 +32,7 @@ def plan(
     ranks_per_node: options.RanksPerNode = 4,
     traffic: options.Pattern = names.Pattern.IMBALANCED,
     workload: options.WorkloadOptions,
-    balancer: options.Balancer = options.BalancerName.LANES,
+    balancer: options.Balancer = "lanes",
     shuffle: Annotated[
         names.MatrixKind | None,
         typer.Option(help="Plan a shuffle of segments of these sizes between ranks, instead of a dispatch."),
@@ -55,7 +58,7 @@ def plan(
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
     if shuffle is not None:
-        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != options.BalancerName.LANES}
+        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != "lanes"}
         _check_no_dispatch(workload, is_given)
         segments = _explain_shuffle(shuffle, topology, bytes_per_rank, skew, workload.seed)
         _print_shuffle(segments, new_console(json))
@@ -65,7 +68,7 @@ def plan(
         if value is not None:
             raise ValueError(f"{option} {value} goes with --shuffle, such as --shuffle zipf")
     (planned,) = workload.workloads([traffic], topology)
-    record = explain(planned, balancer.value)
+    record = explain(planned, balancer)
     _print(record, new_console(json))
     write_json_lines([record], json)
 
@@ -81,7 +84,7 @@ def _check_no_dispatch(workload: options.WorkloadOptions, is_given: dict[str, bo
 def _explain_shuffle(
     kind: names.MatrixKind, topology: Topology, bytes_per_rank: int | None, skew: float | None, seed: int
 ) -> ShuffleRecord:
-    from fusco.bench.explain_shuffle import explain_shuffle
+    from fusco.bench.explain import explain_shuffle
     from fusco.bench.matrices import make_rank_bytes
     from fusco.cpu.layout import SLICE_BYTES
 
@@ -98,11 +101,7 @@ def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
         f"shuffle of [bold]{record.matrix}[/] segments: {record.nodes} nodes x {record.ranks_per_node} ranks, {lanes}"
     )
     title = f"MB between nodes, by rank; bound {record.bound_bytes / 1e6:,.2f}: the busiest node's share for each rank"
-    ranks = new_table(title, ["rank", "node", "sends", "receives", "plain: sends", "receives"])
-    for rank in record.ranks:
-        sizes = (rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
-        ranks.add_row(str(rank.rank), str(rank.node), *(f"{size / 1e6:,.2f}" for size in sizes))
-    console.print(ranks)
+    console.print(_table_of_ranks(title, record.ranks, lambda size: f"{size / 1e6:,.2f}"))
     if record.carried:
         carried = new_table("what ranks send for others of their node", ["carrier", "for rank", "to node", "MB"])
         for each in record.carried:
@@ -113,6 +112,14 @@ def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
         f"within nodes: {moved / 1e6:,.2f} MB handed to carriers, {record.handed_on_bytes / 1e6:,.2f} MB handed on "
         f"after their arrival"
     )
+
+
+def _table_of_ranks(title: str, ranks: Sequence[RankLoad], show: Callable[[int], str]) -> Table:
+    table = new_table(title, ["rank", "node", "sends", "receives", "plain: sends", "receives"])
+    for rank in ranks:
+        loads = (rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
+        table.add_row(str(rank.rank), str(rank.node), *map(show, loads))
+    return table
 
 
 def _print(record: PlanRecord, console: Console) -> None:
@@ -126,12 +133,8 @@ def _print(record: PlanRecord, console: Console) -> None:
         matrix.add_row(f"node {node}", *(f"{count:,}" if count else "-" for count in row))
     console.print(matrix)
 
-    columns = ["rank", "node", "sends", "receives", "plain: sends", "receives"]
-    ranks = new_table(f"rows between nodes, by rank: '{record.balancer}', and plain with equal local ranks", columns)
-    for rank in record.ranks:
-        numbers = (rank.rank, rank.node, rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
-        ranks.add_row(*(f"{number:,}" for number in numbers))
-    console.print(ranks)
+    title = f"rows between nodes, by rank: '{record.balancer}', and plain with equal local ranks"
+    console.print(_table_of_ranks(title, record.ranks, "{:,}".format))
 
     title = f"busiest rank over the bound, {record.bound_rows:,.1f} rows: the busiest node's share for each rank"
     loads = new_table(title, ("balancer", "sends", "receives", "rows moved within nodes"), left=("balancer",))

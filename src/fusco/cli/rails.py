@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
     from fusco.rails.usage import RailUse
@@ -67,17 +68,19 @@ def rails(
                 uses = reader.read()
                 write_json_lines(uses, json, appends=True)
                 if live is None:
-                    console.print(_table(uses))
+                    console.print(_table(uses, links=links))
                     return
-                live.update(_table(uses), refresh=True)
+                live.update(_table(uses, links=links), refresh=True)
     finally:
         reader.close()
 
 
-def _table(uses: list[RailUse]) -> Table:
-    table = Table(title="rails of this host", title_justify="left")
-    for name in ("rail", "Gbit/s", "worker", "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed"):
-        table.add_column(name, justify="left" if name in ("rail", "use") else "right", no_wrap=True)
+def _table(uses: list[RailUse], *, links: bool) -> Table | str:
+    title, rail, worker = ("PCIe links of GPUs", "link", "GPU") if links else ("rails", "rail", "worker")
+    if not uses:
+        return f"{title} of this host: no {worker} is registered"
+    columns = (rail, "Gbit/s", worker, "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed")
+    table = new_table(f"{title} of this host", columns, left=(rail, "use"))
     for i, use in enumerate(uses):
         is_first = not i or uses[i - 1].rail != use.rail
         is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail
@@ -93,6 +96,4 @@ def _table(uses: list[RailUse]) -> Table:
             str(use.borrowed),
             end_section=is_last,
         )
-    if not uses:
-        table.caption = "no worker is registered"
     return table

@@ -13,8 +13,9 @@ from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from fusco.core.topology import Topology
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
@@ -31,16 +32,21 @@ class Terminated(Interrupted):
     """SIGTERM."""
 
 
-def new_console(json: Path | None = None, *, quiet: bool = False) -> Console:
+def new_console(json: Path | None = None) -> Console:
     """Return the console for tables: stdout, or stderr if JSON lines go to stdout.
 
     It has the width of the terminal or of ``COLUMNS``; without either, that of the widest table.
     """
     is_stderr = json == STDOUT
-    console = Console(stderr=is_stderr, quiet=quiet)
+    console = Console(stderr=is_stderr)
     if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
         return console
-    return Console(stderr=is_stderr, quiet=quiet, width=max(console.width, _LOG_WIDTH))
+    return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
+
+
+def absolute(path: Path | None) -> Path | None:
+    """Return the path of a file of JSON lines for ranks, whose working directory may differ."""
+    return path.resolve() if path and path != STDOUT else path
 
 
 def num_devices(device: str) -> int:
@@ -108,34 +114,47 @@ def run_on_ranks(
     console: Console,
     *,
     device: str = "cpu",
-    environment: Sequence[Mapping[str, str]] | None = None,
+    topology: Topology | None = None,
     prepare: Sequence[Callable[[], object]] = (),
+    limit_s: float = 600.0,
 ) -> list[_Result] | None:
     """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
 
     It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
-    The console shows the ``num_steps`` steps that rank 0 reports. ``environment`` has, for each rank that is started
-    here, variables added to this process's. ``prepare`` compiles kernels first, so that ranks load them from disk.
+    The console shows the ``num_steps`` steps that rank 0 reports, and the note of every twentieth, if they have one.
+    For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
+    is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
-    from fusco.ranks.joined_world import JoinedWorld
+    from fusco.ranks.emulation import emulated_network
+    from fusco.ranks.joined_world import run_joined
     from fusco.ranks.local_world import LocalWorld
-    from fusco.ranks.progress import watching
+    from fusco.ranks.progress import new_store, watching
     from fusco.ranks.torchrun import launched
 
-    if launched():
-        with JoinedWorld(device) as joined:
-            return joined.run(function, *arguments, None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling (once)" if prepare else "", total=num_steps)
+    job = launched()
+    if job and job.rank:
+        return run_joined(device, function, *arguments, None)
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
+        task, next_note = progress.add_task("starting", total=num_steps), 1
+
+        def show(num_done: int, note: str) -> None:
+            nonlocal next_note
+            if num_done:
+                progress.update(task, completed=num_done, description=note or "verifying and measuring")
+            if note and num_done >= next_note:
+                next_note = num_done + max(1, num_steps // 20)
+                progress.console.print(note, highlight=False, soft_wrap=True)
+
+        if job:
+            store = new_store()
+            with watching(store, show):
+                return run_joined(device, function, *arguments, store.port)
+        progress.update(task, description="compiling (once)" if prepare else "")
         for each in prepare:
             each()
         progress.update(task, description=f"starting {num_ranks} ranks")
-        with LocalWorld(num_ranks, device, environment) as world:
-
-            def show(num_done: int) -> None:
-                doing = "verifying and measuring" if num_done else "starting"
-                progress.update(task, completed=num_done, description=doing)
-
-            with watching(world.store, show):
-                return world.run(function, num_ranks, *arguments, world.store.port)
+        environment = emulated_network(topology, os.environ) if topology and device == "cuda" else None
+        with LocalWorld(num_ranks, device, environment, limit_s) as world, watching(world.store, show):
+            return world.run(function, num_ranks, *arguments, world.store.port)

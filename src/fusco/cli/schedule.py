@@ -141,9 +141,6 @@ def _print_stages(record: ModeRecord, console: Console) -> None:
         console.print(f"... and {record.num_nodes - _MAX_ROWS} more nodes")
 
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 NUM_LETTERS = len(_LETTERS)
 _COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "bright_blue", "bright_green", "bright_magenta")

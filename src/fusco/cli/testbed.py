@@ -31,7 +31,7 @@ _RATE_HELP = "rate of each rail and direction, headers included: kbit, mbit or g
 class PlaceOptions:
     """Options that say where a benchmark runs."""
 
-    device: Annotated[Device, typer.Option(help="Device of rows.")] = Device.CPU
+    device: Annotated[Device, typer.Option(help="Device of rows.")] = "cpu"
     nodes: AnyNodes = None
     ranks_per_node: AnyRanksPerNode = None
     testbed: Annotated[
@@ -80,7 +80,7 @@ class PlaceOptions:
         from fusco.core.topology import Topology
         from fusco.ranks.torchrun import launched
 
-        device, nodes, ranks_per_node = self.device.value, self.nodes, self.ranks_per_node
+        device, nodes, ranks_per_node = self.device, self.nodes, self.ranks_per_node
         if self.layout:
             nodes, ranks_per_node = self.layout.num_hosts, self.layout.ranks_per_host
         job = None if self.layout else launched()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
-from fusco.cli.running import Interrupted, Terminated, check_room, new_console, num_devices
+from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.train_presets import PRESETS, PresetName, SizeOptions
 from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
@@ -25,12 +22,14 @@ if TYPE_CHECKING:
     from fusco.train.job import TrainingJob
     from fusco.train.records import Run
 
+_LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
+
 
 @with_groups
 def train(
     *,
     preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
-    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.CPU,
+    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = "cpu",
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
     sizes: SizeOptions,
@@ -69,36 +68,36 @@ def train(
     check_fsdp("fusco train")  # before anything is imported that takes seconds
     from fusco.bench.json_lines import write_json_lines
     from fusco.bench.traffic import check_trace_path, write_trace
+    from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize
-    from fusco.train.world import joined_by_torchrun
 
     if record_trace:
         check_trace_path(record_trace)
     chosen = PRESETS[preset].changed(**vars(sizes))
-    with joined_by_torchrun(device.value) as joined:
-        job = TrainingJob(
-            shape=chosen.shape(),
-            device=device.value,
-            num_ranks=_num_ranks(ranks, device, joined),
-            ep_size=ep_size,
-            tokens=chosen.tokens,
-            length=chosen.length,
-            num_steps=steps,
-            learning_rate=chosen.lr,
-            warmup_steps=chosen.warmup_steps,
-            router_loss=router_loss,
-            dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
-            activation_checkpointing=activation_checkpointing,
-            dtype=chosen.dtype,
-            seed=seed,
-            text=text,
-            text_bytes=text_bytes,
-            timeout_s=timeout_s,
-        )
-        console = new_console(json, quiet=joined is not None and joined.rank != 0)
-        runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
-    if console.quiet:
+    joined = launched()
+    job = TrainingJob(
+        shape=chosen.shape(),
+        device=device,
+        num_ranks=_num_ranks(ranks, device, joined),
+        ep_size=ep_size,
+        tokens=chosen.tokens,
+        length=chosen.length,
+        num_steps=steps,
+        learning_rate=chosen.lr,
+        warmup_steps=chosen.warmup_steps,
+        router_loss=router_loss,
+        dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
+        activation_checkpointing=activation_checkpointing,
+        dtype=chosen.dtype,
+        seed=seed,
+        text=text,
+        text_bytes=text_bytes,
+        timeout_s=timeout_s,
+    )
+    console = new_console(json)
+    runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
+    if runs is None:
         return
     records = summarize(job, runs)
     write_json_lines(records, json, appends=True)
@@ -110,7 +109,7 @@ def train(
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
-    found = num_devices(device.value)
+    found = num_devices(device)
     if joined is not None:
         if wanted not in (None, joined.world_size):
             raise ValueError(f"--ranks {wanted} under torchrun, which has started {joined.world_size}")
@@ -123,12 +122,13 @@ def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> i
 
 def _run(
     job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
-) -> list[Run]:
+) -> list[Run] | None:
     """Train. Problems of the machine or the text raise before any process starts."""
     from fusco.bench.json_lines import write_json_lines
     from fusco.core.requirements import check_cuda_core
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.train.rank import train_and_log
     from fusco.train.text import load_text
-    from fusco.train.world import run_here, run_joined
 
     if job.device == "cuda" and "fusco" in job.dispatchers:
         check_cuda_core()
@@ -136,32 +136,20 @@ def _run(
         check_room("parameters and the optimizer's states (--layers, --hidden)", job.parameter_bytes, job.num_ranks)
     if joined is None:
         load_text(job)
-    if json and not console.quiet:
+    if json and not (joined and joined.rank):
         write_json_lines([], json)
-    start = run_here if joined is None else run_joined
     try:
-        with _showing(job, console) as report:
-            return start(job, report, keeps_routing=keeps_routing, log=json)
+        results = run_on_ranks(
+            train_and_log,
+            (job, keeps_routing, absolute(json)),
+            job.num_ranks,
+            job.num_steps * len(job.dispatchers),
+            console,
+            device=job.device,
+            prepare=(warm_up_cpu,),
+            limit_s=_LIMIT_S,
+        )
     except Interrupted as interrupt:
         kept = f"; the steps until then are in {json}" if json and json != STDOUT else ""
         raise (Terminated if isinstance(interrupt, Terminated) else Interrupted)(kept) from interrupt
-
-
-@contextmanager
-def _showing(job: TrainingJob, console: Console) -> Iterator[Callable[[int, str], None]]:
-    """Show a bar with the latest step, and print a line for every twentieth of the run."""
-    num_steps = job.num_steps * len(job.dispatchers)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, next_line = progress.add_task(f"starting {job.num_ranks} ranks", total=num_steps), 1
-
-        def report(num_done: int, latest: str) -> None:
-            nonlocal next_line
-            if not num_done:
-                return
-            progress.update(task, completed=num_done, description=latest)
-            if num_done >= next_line:
-                next_line = num_done + max(1, num_steps // 20)
-                progress.console.print(latest, highlight=False, soft_wrap=True)
-
-        yield report
+    return results[0] if results else None

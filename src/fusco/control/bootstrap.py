@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.store_gather import StoreGather
+from fusco.control.threads import in_thread
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
 
 # An address reserved for documentation (RFC 5737): the route to it is the default route.
 _DOCUMENTATION_ADDRESS = "192.0.2.1"
+_RESOLVING_S = 10.0  # a resolver asks the next name server after 5 s
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,28 @@ def host_identity() -> str:
 def reachable_address(towards: str) -> str:
     """Return the address by which this machine reaches host ``towards``, and is reached by machines there.
 
-    On that host itself, or where its name resolves to a loopback address, return the address of the default route.
+    On that host itself, or where its name resolves to a loopback address or not at all, return the address of the
+    default route.
     """
     address = "127.0.0.1"
     for target in (towards, _DOCUMENTATION_ADDRESS):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect((socket.gethostbyname(target), 9))  # selects a route, sends nothing
+                probe.connect((_resolved(target), 9))  # selects a route, sends nothing
                 address = str(probe.getsockname()[0])
             except OSError:
                 continue  # no such name, or no route
         if not address.startswith("127."):
             break
+    return address
+
+
+def _resolved(name: str) -> str:
+    """Return the IPv4 address of a host; ``OSError`` if there is none, also within the limit: resolvers have none."""
+    lookup = in_thread(lambda: socket.gethostbyname(name), f"the resolution of the host name {name!r}")
+    if not wait([lookup], _RESOLVING_S).done:
+        text = f"the host name {name!r} has not been resolved within {_RESOLVING_S:g} s; ranks use the default route"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        raise TimeoutError(text)
+    address: str = lookup.result()
     return address

@@ -17,7 +17,7 @@ from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_mesh import Mesh, TcpMesh
 from fusco.control.watchdog import Peer, Watchdog
-from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, reason_of
+from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, first_line, reason_of
 
 _Connected = TypeVar("_Connected")
 
@@ -75,6 +75,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
             lambda: TcpMesh(store_gather, counterparts, listen_on, secret), "over TCP", tuple(peers), watchdog
         )
         resources.callback(mesh.close)
+        resources.callback(watchdog.close)  # before the connections that it watches, in whatever thread
         watchdog.add_network_probe(lambda: mesh.failure)
         watchdog.add_sockets(mesh.awaited_sockets)
         watchdog.add_connections(mesh.descriptors)
@@ -93,7 +94,7 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
     except FuscoError:
         raise
     except (OSError, RuntimeError) as error:
-        symptom = f"the ranks could not be connected {how}: {str(error).splitlines()[0]}"
+        symptom = f"the ranks could not be connected {how}: {first_line(error)}"
         watchdog.query_all_ranks(Stall("connecting", others, "a connection to each", "too few"), symptom)
         raise TransportError(symptom) from error
 

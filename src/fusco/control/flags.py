@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from fusco.control.atomics import load_acquire, store_release
+from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.core.compiled import compiled
 
 
 @compiled()
-def _load(counters: Any, index: int) -> Any:
-    return load_acquire(counters, index)
+def _load(address: int) -> Any:
+    return load_acquire_at(address)
 
 
 @compiled()
-def _store(counters: Any, index: int, value: int) -> None:
-    store_release(counters, index, value)
+def _store(address: int, value: int) -> None:
+    store_release_at(address, value)
 
 
 def warm_up_flags() -> None:
@@ -35,16 +35,18 @@ class Flags:
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._counters = memory.view(torch.int64).numpy()
+        self._memory, self._first = memory, memory.data_ptr()
 
     def load(self, index: int) -> int:
         """Read a counter (acquire)."""
-        return int(_load(self._counters, index))
+        return int(_load(self._first + 8 * index))
 
     def store(self, index: int, value: int) -> None:
         """Write a counter (release); only its writer may."""
-        _store(self._counters, index, value)
+        _store(self._first + 8 * index, value)
 
     def writer(self, index: int) -> Callable[[int], None]:
         """Return a function that writes one counter, as ``store``, but more quickly."""
-        return partial(_store, self._counters, index)
+        write = partial(_store, self._first + 8 * index)
+        vars(write)["memory"] = self._memory  # kept mapped, although a signal handler may close it just before a call
+        return write

@@ -97,7 +97,6 @@ def _start(index: int, address: tuple[str, int], line: bytes) -> _Request | OSEr
 
 
 def _outcome_of(request: _Request, poll: selectors.BaseSelector) -> bytes | OSError | None:
-    """Send or receive what is possible now; return the answer or error once there is one."""
     connection = request.connection
     try:
         if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

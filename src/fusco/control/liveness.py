@@ -21,7 +21,6 @@ class Liveness:
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """Watch processes, by rank."""
         self._memory_maps = {rank: _open_memory_map(pid) for rank, pid in pids.items()}
         self._connections: dict[int, int] = {}
 
@@ -35,22 +34,28 @@ class Liveness:
         if file is None or file == _ELSEWHERE:
             return file is None
         try:
-            return os.pread(file, len(_NO_MEMORY), 0) == _NO_MEMORY
+            has_ended = os.pread(file, len(_NO_MEMORY), 0) == _NO_MEMORY
         except ProcessLookupError:
-            return True
+            has_ended = True
+        except OSError:
+            if rank in self._memory_maps:
+                raise
+            return False
+        return has_ended and rank in self._memory_maps  # else it was closed meanwhile, and may be another file by now
 
     def disconnected(self) -> tuple[int, ...]:
         """Return the ranks whose connection has been closed: they are dead, or have closed their communicator."""
-        if not self._connections:
+        if not (connections := dict(self._connections)):
             return ()
         poll = select.poll()
-        for descriptor in self._connections.values():
+        for descriptor in connections.values():
             poll.register(descriptor, select.POLLRDHUP)
         closed = {descriptor for descriptor, _ in poll.poll(0)}
-        return tuple(rank for rank, descriptor in self._connections.items() if descriptor in closed)
+        # Closed meanwhile, descriptors may be those of other files by now.
+        return tuple(rank for rank, fd in connections.items() if fd in closed and rank in self._connections)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; other threads may still ask, and then find no rank dead."""
         self._connections.clear()
         while self._memory_maps:
             _, file = self._memory_maps.popitem()

@@ -55,9 +55,18 @@ class PeerWatch:
             self._thread.join(_ENDING_S)
 
     def _run(self) -> None:
+        is_lost = True  # also if this fails: without the thread, waits of the device would have no limit
+        try:
+            is_lost = self._finds_loss()
+        finally:
+            if is_lost:
+                self._on_loss()
+                self._watchdog.report_the_dead()
+
+    def _finds_loss(self) -> bool:
+        """Wait until a rank is gone; return False once this is closed."""
         watchdog, grace = self._watchdog, Grace(self._watchdog)
         while not self._is_over.wait(_INTERVAL_S):
             if grace.is_over and (watchdog.has_departed_rank or watchdog.has_failed_rank):
-                self._on_loss()
-                watchdog.report_the_dead()
-                return
+                return True
+        return False

@@ -50,13 +50,8 @@ class SharedSegment:
     def create(cls, num_bytes: int, num_ranks: int = 1, private_bytes: int = 0) -> SharedSegment:
         """Make a segment of zeros and reserve all its memory.
 
-        Args:
-            num_bytes: size of the segment.
-            num_ranks: ranks of this machine, which all make such a segment at the same time.
-            private_bytes: what each of them allocates in addition.
-
-        Raises:
-            SharedMemoryError: with the bytes needed and free, if the machine has no room for all of them.
+        ``num_ranks`` ranks of this machine make one at the same time, and allocate ``private_bytes`` each in addition.
+        Raises ``SharedMemoryError``, with the bytes needed and free, if the machine has no room for all of them.
         """
         try:
             _check_room(num_bytes, num_ranks, private_bytes)

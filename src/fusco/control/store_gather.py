@@ -14,13 +14,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from fusco.control.threads import in_thread
 from fusco.control.watchdog import Watchdog
-from fusco.core.errors import PeerFailureError, Stall, TransportError
+from fusco.core.errors import PeerFailureError, Stall, TransportError, first_line
 
 _Result = TypeVar("_Result")
 
 _SECONDS_BETWEEN_POLLS = 0.005
 # Interval at which a rank checks for each missing rank, and what each rank adds to it, as each check is a request.
 _SECONDS_BETWEEN_ROUNDS, _SECONDS_PER_RANK = 0.1, 0.002
+_FAILURE = "failure"  # key of a rank that fails, and of the reason
 _SILENT_S = 1.0  # a store that has not answered for so long is what a rank waits for
 # The wait in ``part``, as a share of the limit and at most. Ranks that fail for one reason do so within milliseconds.
 _PARTING, _MAX_PARTING_S = 0.05, 1.0
@@ -75,10 +76,10 @@ class StoreGather:
 
         Raises:
             PeerFailureError: with the ranks that did not join within the limit, or that are at fault if the store
-                cannot be reached.
+                cannot be reached; at once with a rank that fails alone (``part``).
             TransportError: if the store cannot be reached and no rank is known to be at fault.
         """
-        gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value))
+        gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value), _FAILURE)
         values = in_thread(gathering.run, f"the all-gather of {stage!r} through the store")
 
         def stall() -> Stall:
@@ -93,6 +94,8 @@ class StoreGather:
             gathering.is_over = True
         try:
             return [json.loads(text) for text in values.result()]
+        except _RankFailedError as error:
+            self._raise_failure(stall(), (error.rank,), error.reason, has_left=True)
         except RuntimeError as error:
             symptom, missing = self._failure(error), gathering.missing
             if self._watcher:
@@ -101,15 +104,22 @@ class StoreGather:
                 symptom += f". Rank(s) {', '.join(map(str, missing))} had not reached '{stage}' when it last answered"
             raise TransportError(symptom) from error
 
-    def part(self, without: Sequence[int] = ()) -> None:
+    def part(self, without: Sequence[int] = (), reason: str = "") -> None:
         """Wait, before this rank raises, until all ranks but ``without`` are about to raise, or for a short time.
 
-        This rank may serve the store, and values that other ranks wait for would be lost with its process.
+        This rank may serve the store, and values that other ranks wait for would be lost with its process. With a
+        ``reason`` it fails, perhaps alone: ranks that miss its values raise ``PeerFailureError`` at once.
         """
         deadline = time.monotonic() + min(_PARTING * self.timeout_s, _MAX_PARTING_S)
         others = [rank for rank in range(self.world_size) if rank not in without]
         gathering = _Gathering(self.store, "parting", others, self.rank, "")
-        arrivals = in_thread(gathering.run, "the parting of ranks through the store")
+
+        def leave() -> None:
+            if reason:
+                self.store.set(_FAILURE, json.dumps([self.rank, reason]))
+            gathering.run()
+
+        arrivals = in_thread(leave, "the parting of ranks through the store")
         while not arrivals.done() and time.monotonic() < deadline:
             time.sleep(_SECONDS_BETWEEN_POLLS / 5)
         gathering.is_over = True
@@ -120,20 +130,19 @@ class StoreGather:
                 f"{self._store_description} did not answer within {self.timeout_s} s: the process that serves it is "
                 f"stopped, hung or unreachable"
             )
+        reason = f"rank(s) {', '.join(map(str, stall.on_ranks))} did not join within {self.timeout_s} s"
+        self._raise_failure(stall, stall.on_ranks, reason, has_left=False)
+
+    def _raise_failure(self, stall: Stall, peers: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
         raise PeerFailureError(
-            rank=self.rank,
-            peers=stall.on_ranks,
-            operation="Communicator",
-            stall=stall,
-            reason=f"rank(s) {', '.join(map(str, stall.on_ranks))} did not join within {self.timeout_s} s",
-            has_left=False,
+            rank=self.rank, peers=peers, operation="Communicator", stall=stall, reason=reason, has_left=has_left
         )
 
     def _stall_of_store(self, stage: str, silent_s: float) -> Stall:
         return Stall(stage, (), f"an answer of {self._store_description}", f"none for {silent_s:.1f} s")
 
     def _failure(self, error: Exception) -> str:
-        return f"{self._store_description} cannot be reached: {str(error).splitlines()[0]}"
+        return f"{self._store_description} cannot be reached: {first_line(error)}"
 
     @property
     def _store_description(self) -> str:
@@ -142,11 +151,22 @@ class StoreGather:
         return f"the process group's store at {self.store_host}:{port} (rank 0 serves it, unless a launcher does)"
 
 
+class _RankFailedError(Exception):
+    """A rank has failed while this one waits for its value."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank, self.reason = rank, reason
+
+
 class _Gathering:
     """Requests of one rank to the store in one all-gather, made in a thread; other threads read its progress."""
 
-    def __init__(self, store: Store, stage: str, ranks: Sequence[int], rank: int, text: str) -> None:
-        self._store, self._key, self._text = store, f"{stage}/{rank}", text
+    def __init__(
+        self, store: Store, stage: str, ranks: Sequence[int], rank: int, text: str, failure_key: str = ""
+    ) -> None:
+        """``failure_key`` is that of the rank that fails, if this raises for it."""
+        self._store, self._key, self._text, self._failure_key = store, f"{stage}/{rank}", text, failure_key
         self._rank_to_key = {rank: f"{stage}/{rank}" for rank in ranks}
         self.missing = tuple(other for other in ranks if other != rank)  # as of the last check
         self.is_over = False  # set when no thread waits for it any more
@@ -168,10 +188,15 @@ class _Gathering:
                 return []
             if time.monotonic() > next_round:
                 self.missing = tuple(rank for rank in self.missing if not self._has(self._rank_to_key[rank]))
+                self._check_failure()
                 next_round = time.monotonic() + interval_s
             time.sleep(_SECONDS_BETWEEN_POLLS)
         self.missing = ()
         return [self._ask(functools.partial(self._store.get, key)) for key in self._rank_to_key.values()]
+
+    def _check_failure(self) -> None:
+        if self._failure_key and self._has(self._failure_key) and not self._has(*self._rank_to_key.values()):
+            raise _RankFailedError(*json.loads(self._ask(lambda: self._store.get(self._failure_key))))
 
     def _has(self, *keys: str) -> bool:
         return self._ask(lambda: self._store.check(list(keys)))

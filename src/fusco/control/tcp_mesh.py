@@ -32,17 +32,10 @@ class TcpConnections:
     name = "TCP mesh"  # of the all-gather of addresses, and in errors
 
     def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks, to ``peers``: either all ranks have some, or none has.
 
-        Args:
-            store_gather: the all-gather of the group; its ``wait_until`` raises if a rank does not connect.
-            peers: ranks that this rank exchanges messages with; either all ranks have some, or none has.
-            listen_on: the address by which peers reach this rank.
-            secret: known to ranks only; authenticates their connections.
-
-        Raises:
-            OSError: if the network fails.
-            FuscoError: see ``StoreGather.wait_until``.
+        Peers reach this rank at ``listen_on``; ``secret``, known to ranks only, authenticates them. Raises ``OSError``
+        if the network fails, and as ``StoreGather.wait_until``.
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
@@ -188,7 +181,6 @@ class TcpMesh(TcpConnections):
     """A ``Mesh`` of one connection to each peer."""
 
     def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
-        """Connect; see ``TcpConnections``."""
         self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
         self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
         self._memory_behind: Callable[[int], memoryview] | None = None

@@ -24,18 +24,21 @@ _exit_began: list[float] = []
 def in_thread(function: Callable[[], Any], what: str) -> Future[Any]:
     """Call a function in a daemon thread, which does not delay the interpreter's exit.
 
-    ``what`` names the call in warnings.
+    ``what`` names the call in warnings. Raises ``RuntimeError`` if no thread can be started.
     """
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # noqa: BLE001  raised again by ``Future.result``
+        except BaseException as error:  # noqa: BLE001  raised again by ``Future.result``
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="fusco-connect", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RuntimeError(f"no thread could be started for {what}: {error}") from error
     _running[future] = thread, what
     future.add_done_callback(lambda done: _running.pop(done, None))
     return future

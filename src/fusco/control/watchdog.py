@@ -59,14 +59,9 @@ class Watchdog:
     def __init__(
         self, rank: int, peers: dict[int, Peer], status_server: StatusServer, timeout_s: float, spin_s: float = 0.0
     ) -> None:
-        """Watch the processes of ``peers`` on this machine.
+        """Watch the processes of ``peers``, all other ranks, on this machine.
 
-        Args:
-            rank: this rank.
-            peers: all other ranks.
-            status_server: of this rank.
-            timeout_s: limit of every wait.
-            spin_s: seconds of each wait in which this rank only yields its core, before it sleeps.
+        In each wait, limited to ``timeout_s``, this rank only yields its core for ``spin_s`` seconds before it sleeps.
         """
         self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
         self._spin_s = spin_s
@@ -171,13 +166,9 @@ class Watchdog:
     def wait_until(
         self, is_ready: Callable[[], bool], stall: Callable[[], Stall], counters: Counters | None = None
     ) -> None:
-        """Wait for a condition.
+        """Wait until ``is_ready`` returns True; ``stall`` describes the wait, and is called between pauses only.
 
-        Args:
-            is_ready: whether it holds.
-            stall: describes the wait; called between pauses only.
-            counters: if given, all of them have their values when the condition holds, or what ``add_sockets`` named
-                has something to do.
+        All ``counters``, if given, have their values then, or what ``add_sockets`` named has something to do.
         """
         self.progress()
         while not is_ready():

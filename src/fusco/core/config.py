@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from fusco.core.topology import Topology
 RankLinks = tuple[tuple[int, ...], ...]
 
 _MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types
+_Config = TypeVar("_Config", bound="EngineConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,11 @@ class EngineConfig:
     capacity: Capacity
     settings: Settings
     rank_links: RankLinks | None = None
+
+    @classmethod
+    def of(cls: type[_Config], config: EngineConfig) -> _Config:
+        """Return the layout, a subclass, of a configuration."""
+        return cls(config.topology, config.capacity, config.settings, config.rank_links)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,6 +135,11 @@ def note(error: BaseException, text: str) -> None:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without the traces of C++; its type if it has no text."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def reason_of(error: OSError) -> str:
     """Return the operating system's message, with the limit of this process that caused it."""
     limits = {

@@ -137,6 +137,13 @@ class Lanes:
         return counts
 
     @cached_property
+    def rank_to_rank(self) -> IntArray:
+        """Rows from each carrier to each forwarder, int64 (world_size, world_size)."""
+        counts = np.zeros((self.topology.world_size, self.topology.world_size), np.int64)
+        np.add.at(counts, (self.runs.carrier, self.runs.forwarder), self.runs.num_rows)
+        return counts
+
+    @cached_property
     def num_moved(self) -> int:
         """Rows that another rank than their source sends."""
         runs = self.runs

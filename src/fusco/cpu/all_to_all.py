@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.channel import RingIn, RingOut
-from fusco.cpu.kernels.copy_segments import SegmentMemory
+from fusco.cpu.kernels.copy_segments import ContiguousMemory, SegmentMemory
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.transport import Ticket, Transport
 from fusco.engine.all_to_all import FlowSlice, cut_flow
@@ -34,11 +33,8 @@ class Staging:
     def __init__(self, memories: Sequence[ByteMemory], num_regions: int) -> None:
         """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
         self._tensors = [None if isinstance(memory, SegmentMemory) else memory for memory in memories]
-        self._segments = [
-            memory
-            if isinstance(memory, SegmentMemory)
-            else SegmentMemory(np.array([memory.data_ptr()]), np.array([memory.nbytes]), memory)
-            for memory in memories
+        self._pieces = [
+            memory if isinstance(memory, SegmentMemory) else ContiguousMemory(memory.data_ptr()) for memory in memories
         ]
         self._filled = [0] * num_regions
 
@@ -56,14 +52,14 @@ class Staging:
         """Copy a message to the first bytes of a slot."""
         target = slot.data_ptr()
         for span in message.spans:
-            self._segments[span.memory].read(span.offset, span.num_bytes, target)
+            self._pieces[span.memory].read(span.offset, span.num_bytes, target)
             target += span.num_bytes
 
     def scatter(self, slot: torch.Tensor, message: FlowSlice) -> None:
         """Copy a message from the first bytes of a slot to its spans; call ``mark_filled`` afterwards."""
         source = slot.data_ptr()
         for span in message.spans:
-            self._segments[span.memory].write(span.offset, span.num_bytes, source)
+            self._pieces[span.memory].write(span.offset, span.num_bytes, source)
             source += span.num_bytes
 
     def mark_filled(self, message: FlowSlice) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -43,16 +42,7 @@ class CpuSegmentChannels:
         else:
             remote = [r for r in range(self._memory.layout.topology.world_size) if r not in self._memory.ranks]
             first = self._depth + 2 * remote.index(src)
-            sizes = slice_sizes(segments.total_bytes, self._slice_bytes)
+            total, size = segments.total_bytes, self._slice_bytes
+            sizes = (min(size, total - begin) for begin in range(0, total, size))
             channel = TcpIn(self._transport, src, list(self._private[first : first + 2]), sizes)
         return SegmentReceiver(segments, channel, src, self._slice_bytes, copy_segments)
-
-
-def slice_sizes(total_bytes: int, slice_bytes: int) -> Iterator[int]:
-    """Yield the sizes of the slices of a stream.
-
-    >>> list(slice_sizes(5, 2))
-    [2, 2, 1]
-    """
-    whole, rest = divmod(total_bytes, slice_bytes)
-    return itertools.chain(itertools.repeat(slice_bytes, whole), [rest] if rest else [])

@@ -151,16 +151,8 @@ class ScatterRows:
 
     def step(self) -> bool:
         """Scatter about one slice of what is there."""
-        plan = self._plan
-        scattered = scatter_slices(
-            self._rows,
-            self._num_done,
-            plan.distribution.pair_to_slot,
-            plan.pairs.row_to_first_pair,
-            self._outputs,
-            self._row_bytes,
-            self._rows_per_slice,
-        )
+        tables = self._plan.distribution.pair_to_slot, self._plan.pairs.row_to_first_pair, self._outputs
+        scattered = scatter_slices(self._rows, self._num_done, *tables, self._row_bytes, self._rows_per_slice)
         self._num_left = scattered.num_sources_left
         self._profile.intranode_row_bytes += scattered.num_peer_rows * self._row_bytes
         return scattered.num_rows > 0
@@ -233,6 +225,5 @@ def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:
 
 
 def _staged(per_node: Mapping[int, list[Outgoing]], stages: Sequence[SendingStage]) -> list[Outgoing]:
-    """Sort the slices in the order of the stages."""
     slices = {node: iter(of_node) for node, of_node in per_node.items()}
     return [next(slices[node]) for node in order_of_slices({n: len(s) for n, s in per_node.items()}, stages)]

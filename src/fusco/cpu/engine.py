@@ -259,7 +259,7 @@ class CpuEngine:
                 if rank_schedule is None:
                     self._run(self._streams().tasks(request.send, request.receive))
                     return
-                ends = list(map(SegmentMemory.of, request.of_others(self._rank)))
+                ends = list(map(SegmentMemory, request.of_others(self._rank)))
                 tasks = self._schedule_tasks(rank_schedule, ends, call)
                 self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
 

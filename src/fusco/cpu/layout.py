@@ -21,11 +21,6 @@ class CpuLayout(EngineConfig):
     nodes: in a dispatch those that it forwards, in a combine the sums of those that it carries.
     """
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> CpuLayout:
-        """Make the layout of an engine."""
-        return cls(config.topology, config.capacity, config.settings, config.rank_links)
-
     @cached_property
     def control(self) -> ControlLayout:
         """Layout of flags and records."""

@@ -36,12 +36,9 @@ class CpuPlan(DispatchPlan):
     @cached_property
     def src_to_forwarding(self) -> dict[int, NodeForwarding]:
         """The forwarding of this rank, and of those whose rows it carries."""
+        first = self.routing.src_to_first_row
         return {self.rank: self.forwarding} | {
-            src: select_tokens(
-                self.routing.topk_idx[slice(*self.routing.src_to_first_row[src : src + 2])],
-                self.placement,
-                self.topology,
-            )
+            src: select_tokens(self.routing.topk_idx[first[src] : first[src + 1]], self.placement, self.topology)
             for src in set(self.rank_lanes.carried.src.tolist()) - {self.rank}
         }
 

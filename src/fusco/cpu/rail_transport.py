@@ -39,18 +39,10 @@ class RailTransport:
         find_rails: Callable[[int], Sequence[Rail]],
         secret: str,
     ) -> None:
-        """Connect, together with all ranks.
+        """Connect, together with all ranks, to ``peers`` of other nodes; ``neighbours`` are the ranks of this node.
 
-        Args:
-            store_gather: the all-gather of the group; its ``wait_until`` raises if a rank does not connect.
-            peers: the ranks of other nodes.
-            neighbours: the ranks of this node, with this rank.
-            find_rails: returns the rails of this host for a number of workers.
-            secret: known to ranks only; names the channels.
-
-        Raises:
-            TransportError: on all ranks, if one cannot listen on its rails.
-            FuscoError: see ``StoreGather.wait_until``.
+        ``find_rails`` returns the rails of this host for a number of workers; ``secret`` names the channels. Raises
+        ``TransportError`` on all ranks if one cannot listen on its rails, and as ``StoreGather.wait_until``.
         """
         self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
@@ -60,12 +52,8 @@ class RailTransport:
         together = [rank for rank in neighbours if networks[rank] == networks[self._rank]]
         try:
             try:
-                self._endpoint = Endpoint(
-                    worker=together.index(self._rank),
-                    rails=find_rails(len(together)),
-                    timeout_s=store_gather.timeout_s,
-                    is_polled=True,
-                )
+                worker, rails = together.index(self._rank), find_rails(len(together))
+                self._endpoint = Endpoint(worker=worker, rails=rails, timeout_s=store_gather.timeout_s, is_polled=True)
                 address = self._endpoint.listen().to_bytes().decode()
             except (FuscoError, ValueError) as problem:
                 error = str(problem)
@@ -144,8 +132,6 @@ class RailTransport:
     def _finisher(
         self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None
     ) -> Callable[[BaseException | None], None]:
-        """Return what is called at the end of a message."""
-
         def finish(error: BaseException | None) -> None:
             if error is None:
                 ticket.is_done = True

@@ -49,14 +49,13 @@ class RoutingExchange:
         ``routing`` and ``forwarding`` are this rank's; weights have the dtype in which they are sent. Rank ``r`` has
         ``num_tokens_to_node[r][n]`` tokens that node ``n`` needs; all of its tokens if it is on that node.
         """
-        memory, num_topk = self._memory, routing.num_topk
-        weights_dtype = None if routing.topk_weights is None else routing.topk_weights.dtype
-        tickets: list[Ticket] = []
+        memory, tickets = self._memory, list[Ticket]()
         for node in self._remote_nodes:
-            tickets += self._receive_routing(collective, node, num_tokens_to_node, num_topk, weights_dtype)
+            tickets += self._receive_routing(collective, node, num_tokens_to_node, routing)
         for node in self._remote_nodes:
             tickets += self._send_routing(node, routing, forwarding.node_to_tokens[node])
-        row_bytes = routing_bytes_per_row(num_topk, weights_dtype.itemsize if weights_dtype else 0)
+        weights = routing.topk_weights
+        row_bytes = routing_bytes_per_row(routing.num_topk, 0 if weights is None else weights.itemsize)
         num_sent = sum(forwarding.num_tokens_to_node[node] for node in self._remote_nodes)
         profile.internode_metadata_bytes += num_sent * row_bytes
 
@@ -71,15 +70,10 @@ class RoutingExchange:
         return self.collect(num_tokens_to_node, routing)
 
     def _receive_routing(
-        self,
-        collective: int,
-        node: int,
-        num_tokens_to_node: Sequence[Sequence[int]],
-        num_topk: int,
-        weights_dtype: torch.dtype | None,
+        self, collective: int, node: int, num_tokens_to_node: Sequence[Sequence[int]], routing: Routing
     ) -> list[Ticket]:
         memory, src = self._memory, self._memory.control.counterpart(node)
-        num_tokens = num_tokens_to_node[src][memory.node]
+        num_tokens, num_topk = num_tokens_to_node[src][memory.node], routing.num_topk
 
         def announce() -> None:
             memory.own.store(self._layout.routing_flag(node), collective)
@@ -88,9 +82,9 @@ class RoutingExchange:
             announce()
             return []
         ids = memory.ids(memory.local, node, num_tokens, num_topk)
-        if weights_dtype is None:
+        if routing.topk_weights is None:
             return [self._transport.receive(ids, src, announce)]
-        weights = memory.weights(memory.local, node, (num_tokens, num_topk), weights_dtype)
+        weights = memory.weights(memory.local, node, (num_tokens, num_topk), routing.topk_weights.dtype)
         return [self._transport.receive(ids, src), self._transport.receive(weights, src, announce)]
 
     def _send_routing(self, node: int, routing: Routing, tokens: torch.Tensor) -> list[Ticket]:
@@ -123,12 +117,11 @@ class RoutingExchange:
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         counterparts = tuple(self._memory.control.counterpart(node) for node in self._remote_nodes)
+
+        def num_sent() -> int:
+            return sum(ticket.is_done for ticket in tickets)
+
         self._watchdog.wait_until(
-            lambda: all(ticket.is_done for ticket in tickets),
-            lambda: Stall(
-                "sending routing",
-                counterparts,
-                f"{len(tickets)} messages sent",
-                f"{sum(ticket.is_done for ticket in tickets)}",
-            ),
+            lambda: num_sent() == len(tickets),
+            lambda: Stall("sending routing", counterparts, f"{len(tickets)} messages sent", f"{num_sent()}"),
         )

@@ -49,7 +49,6 @@ class TcpTransport(TcpConnections):
     name = "TCP transport"
 
     def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
-        """Connect; see ``TcpConnections``."""
         self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
         self._num_sending = self._num_receiving = 0  # messages in these queues

@@ -116,11 +116,9 @@ class NetworkExchange:
 
     @property
     def is_done(self) -> bool:
-        """True once every segment is filled."""
         return self._has_unpacked is not None and self._has_unpacked.query()
 
     def stall(self) -> Stall:
-        """Describe the wait for peers to send and to receive."""
         return Stall("exchanging segments between nodes", self._peers, "all of them", "not all")
 
     def _packed(self, segments: Segments) -> torch.Tensor:

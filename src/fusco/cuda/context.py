@@ -28,7 +28,7 @@ class CudaContext:
     watchdog: Watchdog  # waits for peers
     tables: PlanTables  # tables for all plans
     expert_to_node: torch.Tensor  # int32 (num_experts,)
-    timeline: Timeline | NoTimeline = NO_TIMELINE  # of all launches; see ``record``
+    timeline: Timeline | NoTimeline = NO_TIMELINE  # of all further launches
     _prepared: Recent[tuple[object, ...], PreparedLaunch] = field(default_factory=Recent, init=False)
     _launchers: Recent[int, Launcher] = field(default_factory=Recent, init=False)
 
@@ -46,13 +46,9 @@ class CudaContext:
             report=arena.report_address,
             reported_counts=torch.zeros(num_local, dtype=torch.int32, device="cpu").pin_memory(),
         )
+        nodes = placement.membership_table(topology.rank_to_node, device)[:-1].int()
         return cls(
-            arena=arena,
-            library=library,
-            placement=placement,
-            watchdog=watchdog,
-            tables=tables,
-            expert_to_node=placement.membership_table(topology.rank_to_node, device)[:-1].int(),
+            arena=arena, library=library, placement=placement, watchdog=watchdog, tables=tables, expert_to_node=nodes
         )
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
@@ -62,10 +58,6 @@ class CudaContext:
         if launcher is None:
             launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
         return launcher
-
-    def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Record all further launches in a timeline."""
-        self.timeline = timeline
 
     @property
     def layout(self) -> DeviceLayout:

@@ -85,12 +85,10 @@ class DevicePlan(PlannedRows):
         return [self.tables.memory, *self._by_slot.values()]
 
     def num_rows_of(self, source: int) -> int:
-        """Return the number of rows of a source."""
         return self.first_row[source + 1] - self.first_row[source]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank."""
         return self.num_rows_of(self.rank)
 
     @property
@@ -111,9 +109,7 @@ class DevicePlan(PlannedRows):
     def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows | RowRun:
         """Return some of the rows; copied unless they follow each other in the plan.
 
-        Args:
-            runs: for each rank of the node, the rows that it holds, in order: (source, first, end).
-            local: the local index of this rank.
+        ``runs`` has, for each rank of the node, the rows that it holds, in order: (source, first, end).
         """
         places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
         first_row = [0]
@@ -134,14 +130,12 @@ class DevicePlan(PlannedRows):
 
     @property
     def slot_weights(self) -> torch.Tensor:
-        """Weight of the row in each slot (num_slots,); zero for empty slots."""
         weights = self.weights
         assert weights is not None, "there are no weights by slot without weights"
         return self.kept(self._by_slot, "weights", lambda: self._of_slots(weights))
 
     @property
     def slot_to_k(self) -> torch.Tensor:
-        """Index k, among its token's experts, of the row in each slot, int64 (num_slots,); 0 for empty slots."""
         return self.kept(self._by_slot, "k", self._k_of_slots)
 
     def kept(self, made: dict[_Key, _Made], key: _Key, make: Callable[[], _Made]) -> _Made:
@@ -189,5 +183,4 @@ def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _concatenated(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return runs of rows, concatenated."""
     return torch.cat([values[first:end] for first, end in runs]) if runs else values[:0]

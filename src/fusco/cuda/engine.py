@@ -133,7 +133,6 @@ class CudaEngine:
         return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self) -> Shuffle[Any]:
-        """Make the shuffle for one node or several; it takes the plans that it makes."""
         planner = DevicePlanner(self._context)
         own_rows = OwnRows(self._context)
         if not self._network:
@@ -313,7 +312,7 @@ class CudaEngine:
             return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        self._context.record(timeline)
+        self._context.timeline = timeline
 
     def abort(self) -> None:
         self._arena.abort()
@@ -360,10 +359,6 @@ def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]
     """Return the rows to or from each rank of the node, as segments; rows are in order of rank."""
     size = row_bytes(rows)
     return {
-        peer: Segments(rows, _int64((end - of_peer) * size), _int64(of_peer * size))
+        peer: Segments(rows, *torch.tensor([[(end - of_peer) * size], [of_peer * size]], device="cpu"))
         for peer, (of_peer, end) in enumerate(zip(num_rows, itertools.accumulate(num_rows), strict=True))
     }
-
-
-def _int64(value: int) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.int64, device="cpu")

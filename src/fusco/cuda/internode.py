@@ -164,14 +164,10 @@ class InternodeShuffle:
         call.profile.internode_empty_bytes = (
             plan.num_empty_rows * rows.shape[1] * self._context.wire_dtype(rows.dtype).itemsize
         )
+        sums = [returned[remote] for remote in remote_nodes]
+        places_of = [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes]
         with timeline.span("add", "sums of other nodes", stream):
-            self.latest_combine.add = add_returned(
-                launcher,
-                own,
-                [returned[remote] for remote in remote_nodes],
-                [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes],
-                out,
-            )
+            self.latest_combine.add = add_returned(launcher, own, sums, places_of, out)
         return out
 
     def _return_sums(
@@ -229,15 +225,9 @@ class InternodeShuffle:
         call: Call,
         stream: torch.cuda.Stream,
     ) -> None:
-        launched = combine_rows(
-            self._context.launcher(stream),
-            held,
-            rows,
-            self._context.wire_dtype(rows.dtype),
-            out,
-            is_weighted=request.is_weighted,
-            num_sms=_with_sms(request.launch).num_sms,
-        )
+        launcher, wire_dtype = self._context.launcher(stream), self._context.wire_dtype(rows.dtype)
+        num_sms = _with_sms(request.launch).num_sms
+        launched = combine_rows(launcher, held, rows, wire_dtype, out, is_weighted=request.is_weighted, num_sms=num_sms)
         call.profile.count_sms(launched.grid)
         self.latest_combine.sums.append(launched)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from functools import cached_property
 
-from fusco.core.config import Capacity, EngineConfig, RankLinks, Settings
+from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
-from fusco.core.topology import Topology
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
@@ -22,23 +21,12 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclass(frozen=True)
-class DeviceLayout:
+class DeviceLayout(EngineConfig):
     """Offsets in bytes from the start of an arena, the same on every rank. Names as in ``Comm`` of comm.cuh.
 
     The pool has room for the rows that this rank forwards for its node: from one rank of each other node, or its share
     of the links of its node if that is more.
     """
-
-    topology: Topology
-    capacity: Capacity
-    settings: Settings
-    rank_links: RankLinks | None = None
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> DeviceLayout:
-        """Make the layout of an engine."""
-        return cls(config.topology, config.capacity, config.settings, config.rank_links)
 
     @property
     def num_ranks(self) -> int:
@@ -79,11 +67,7 @@ class DeviceLayout:
             "rings": ranks * self.ring_depth * self.slot_bytes,
             "slices": self.ring_depth * self.network_slot_bytes if self.topology.num_nodes > 1 else 0,
         }
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += _align(size)
-        return {**offsets, "end": end}
+        return dict(zip((*sizes, "end"), itertools.accumulate(map(_align, sizes.values()), initial=0), strict=True))
 
     @property
     def ring_depth(self) -> int:
@@ -142,7 +126,6 @@ class DeviceLayout:
         return self.offsets["pool"] + before
 
     def _part_bytes(self, num_rows: int) -> int:
-        """Return the bytes of rows of several payloads."""
         return _align(self.capacity.max_row_bytes * num_rows) + _ALIGNMENT * MAX_PAYLOADS
 
     @property

@@ -23,16 +23,9 @@ def affordable_bound(
 ) -> int | None:
     """Return the maximum number of rows of a dispatch on one rank, or ``None`` if they may take too much memory.
 
-    The maximum is every pair, and the padding of every block. What of it is not needed is estimated for balanced
-    routing, of which each rank gets an equal share.
-
-    Args:
-        num_pairs: tokens of all ranks, times experts per token.
-        num_local_experts: experts of this rank.
-        expert_alignment: every block with rows is padded to a multiple of this.
-        num_ranks: ranks that share the rows.
-        row_bytes: bytes of a row, of all payloads together.
-        needs_grad: True if the output is kept for gradients.
+    The maximum is every pair, of all ranks, and the padding of every block. What of it is not needed is estimated for
+    balanced routing, of which each rank gets an equal share. ``row_bytes`` are those of all payloads together, and
+    ``needs_grad`` says whether the output is kept for gradients.
 
     >>> affordable_bound(16, 4, 8, 1, 14336, needs_grad=True)
     44

@@ -83,13 +83,8 @@ class DevicePlanner:
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
         ]
-        terms = PlanTerms(
-            request.expert_alignment,
-            static.num_rows if static else _NO_LIMIT,
-            static is not None and static.on_overflow == "raise",
-            request.launch.num_sms,
-            is_followed_early,
-        )
+        max_slots, reports = (static.num_rows, static.on_overflow == "raise") if static else (_NO_LIMIT, False)
+        terms = PlanTerms(request.expert_alignment, max_slots, reports, request.launch.num_sms, is_followed_early)
         context = self._context
         arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
         return context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
@@ -121,7 +116,6 @@ class DevicePlanner:
         return plan
 
     def _wait_for(self, ticket: int) -> int:
-        """Return the number of slots of a plan, once it has reported."""
         begun_of, report = self._arena.report, self._arena.plan_report
         peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
 

@@ -20,7 +20,6 @@ class ReplayedMessages:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the words, and their values on the device."""
         self._memory = torch.zeros(2, dtype=torch.int32, device="cpu").pin_memory()
         self._waiting, self._done = (torch.full((n,), 2 - n, dtype=torch.int32, device=device) for n in (1, 2))
         self._words = (ctypes.c_int32 * 2).from_address(self._memory.data_ptr())

@@ -20,13 +20,9 @@ class RoutingMessages:
     def __init__(
         self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic, kept: torch.Tensor | None = None
     ) -> None:
-        """Prepare the messages.
+        """Prepare the messages of this rank's routing, ``packed`` by ``plan_forwarding``.
 
-        Args:
-            routing: of this rank.
-            packed: from ``plan_forwarding``.
-            traffic: the numbers of rows.
-            kept: memory of the caller for what is sent, instead of ``packed``, and for what is received.
+        ``kept`` is memory of the caller for what is sent, instead of ``packed``, and for what is received.
         """
         topology, rank, weights = traffic.lanes.topology, traffic.rank, routing.topk_weights
         self._routing = routing
@@ -62,7 +58,6 @@ class RoutingMessages:
 
 
 def _first(memory: torch.Tensor, num_messages: int, num_bytes: int) -> torch.Tensor:
-    """Return memory of messages at the beginning of ``memory``."""
     return memory[: num_messages * num_bytes].view(num_messages, num_bytes)
 
 

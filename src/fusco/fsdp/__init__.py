@@ -11,27 +11,19 @@ from fusco.core.requirements import check_fsdp
 check_fsdp("fusco.fsdp", ("torch",))  # before imports that fail with an older version
 
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
-from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint
-from fusco.fsdp.checkpoint import save_checkpoint as save_checkpoint
-from fusco.fsdp.dispatcher import Arrival as Arrival
-from fusco.fsdp.dispatcher import Dispatcher as Dispatcher
-from fusco.fsdp.experts import Experts as Experts
-from fusco.fsdp.experts import find_experts as find_experts
+from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
+from fusco.fsdp.dispatcher import Arrival as Arrival, Dispatcher as Dispatcher
+from fusco.fsdp.experts import Experts as Experts, find_experts as find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
-from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_
-from fusco.fsdp.grad_norm import grad_norm as grad_norm
-from fusco.fsdp.hugging_face import load_hugging_face as load_hugging_face
-from fusco.fsdp.hugging_face import save_hugging_face as save_hugging_face
-from fusco.fsdp.loss import global_sum as global_sum
-from fusco.fsdp.loss import scale_loss as scale_loss
-from fusco.fsdp.mesh import EPMesh as EPMesh
-from fusco.fsdp.mesh import build_mesh as build_mesh
-from fusco.fsdp.meta import materialize as materialize
-from fusco.fsdp.meta import parameters_on_meta as parameters_on_meta
+from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_, grad_norm as grad_norm
+from fusco.fsdp.hugging_face import load_hugging_face as load_hugging_face, save_hugging_face as save_hugging_face
+from fusco.fsdp.loss import global_sum as global_sum, scale_loss as scale_loss
+from fusco.fsdp.mesh import EPMesh as EPMesh, build_mesh as build_mesh
+from fusco.fsdp.meta import materialize as materialize, parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,
+    registered_with_transformers as registered_with_transformers,
 )
-from fusco.fsdp.transformers_integration import registered_with_transformers as registered_with_transformers
 from fusco.fsdp.wrapping import Sharding as Sharding

@@ -40,7 +40,9 @@ def check_formulas(found: Sequence[Experts]) -> None:
     made: _Made = {}
     kind_to_experts = {_kind(experts.module): experts for experts in reversed(found)}
     for experts in reversed(kind_to_experts.values()):
-        _check(experts, _plain_forward(experts.module), made)
+        module = experts.module
+        # Without the experts implementation of transformers.
+        _check(experts, module.forward if "forward" in vars(module) else _class_forward(module), made)
 
 
 class FormulaChecks:
@@ -143,11 +145,6 @@ def _num_topk(module: nn.Module) -> int:
     holders = (module, getattr(module, "config", None))
     known = (getattr(holder, name, None) for holder in holders for name in ("top_k", "num_experts_per_tok"))
     return next((value for value in known if isinstance(value, int) and value > 0), 2)
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the module's ``forward``, without the experts implementation of transformers."""
-    return module.forward if "forward" in vars(module) else _class_forward(module)
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:

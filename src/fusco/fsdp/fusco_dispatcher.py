@@ -129,11 +129,19 @@ class FuscoDispatcher:
         self._open.__exit__(*error)
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
-        """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made."""
+        """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made.
+
+        Another one than the first is made once all ranks agree to make it, in the communicator made last. So all ranks
+        raise ``MismatchError`` if one alone has rows of another size.
+        """
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
         key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
         if key not in self._communicators:
+            if self._communicators:
+                sizes = ("num_experts", "num_topk", "max_bytes_per_token")
+                making = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=True))
+                list(self._communicators.values())[-1].agree(f"Communicator({making})")
             comm = Communicator(
                 self.group,
                 num_experts=num_experts,

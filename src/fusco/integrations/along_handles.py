@@ -1,8 +1,9 @@
-"""Dispatches along a handle of rows together with the weights of their tokens' experts."""
+"""Handles that callers pass back, and dispatches along them together with the weights of tokens' experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,6 +11,26 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
 from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
+
+_Kind = TypeVar("_Kind")
+
+
+def require_handle(handle: Any, kind: type[_Kind]) -> _Kind:
+    """Return a caller's handle; raise ``TypeError`` unless it is of this kind."""
+    if not isinstance(handle, kind):
+        raise TypeError(f"this call needs the handle of a dispatch, got {type(handle).__name__}")
+    return handle
+
+
+def element_of(handle: Any, place: int, kind: type[_Kind], maker: str) -> _Kind:
+    """Return an element of a caller's handle; ``TypeError`` unless it has its ``kind``, as those of ``maker`` have."""
+    parts = handle if isinstance(handle, tuple) else ()
+    element = parts[place] if place < len(parts) else None
+    if not isinstance(element, kind):
+        names = ", ".join(type(part).__name__ for part in parts)
+        given = f"({names})" if isinstance(handle, tuple) else type(handle).__name__
+        raise TypeError(f"this call needs the handle that {maker} returned, got {given}")
+    return element
 
 
 def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> None:
@@ -28,16 +49,9 @@ def dispatch_again(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Send other rows and other weights along a handle; in one collective, if the communicator has room for both.
 
-    Args:
-        comm: the communicator that made the handle.
-        handle: of a dispatch.
-        max_bytes_per_token: of the communicator.
-        payloads: (num_tokens, ...) each.
-        topk_weights: (num_tokens, num_topk), or ``None``.
-        launch: of the dispatches.
-
-    Returns:
-        Rows of each payload; for each row all weights of its token (num_rows, num_topk), or ``None``.
+    ``comm`` made the handle, with room for ``max_bytes_per_token``; payloads are (num_tokens, ...), weights
+    (num_tokens, num_topk). Returns the rows of each payload, and for each row all weights of its token
+    (num_rows, num_topk), or ``None``.
     """
     if topk_weights is None:
         return comm.dispatch_again(payloads, handle, launch=launch), None

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.config import Launch
+from fusco.integrations.along_handles import element_of
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.rank_rows import RankRouting, RankRows, checked_handle, combine, ranks_of
+from fusco.integrations.rank_rows import RankRouting, RankRows, combine, ranks_of
 
 _UNSUPPORTED = (
     "low_latency_dispatch",
@@ -94,7 +95,7 @@ class Buffer:
 
     def destroy(self) -> None:
         """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
-        self._rows.abort()
+        self._rows.comms.abort()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -180,7 +181,7 @@ class Buffer:
         payloads = list(x) if isinstance(x, tuple) else [x]
         if handle is not None:
             with self._rows.comms.rejecting_latest():
-                known = checked_handle(handle[1])
+                known = _routing_of(handle)
             with known.comm.rejecting():
                 wait_for(previous_event)
                 launch = self._launch(config)
@@ -231,7 +232,7 @@ class Buffer:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
         """
         with self._rows.comms.rejecting_latest():
-            sent = checked_handle(handle[1])
+            sent = _routing_of(handle)
         with sent.comm.rejecting():
             wait_for(previous_event)
             launch = self._launch(config)
@@ -271,6 +272,10 @@ class Buffer:
         else:
             counts = _count(idx, num_local)
         return [-(-count // alignment) * alignment for count in counts.tolist()]
+
+
+def _routing_of(handle: Any) -> RankRouting:
+    return element_of(handle, 1, RankRouting, "dispatch of a Buffer")
 
 
 def _count(idx: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -19,8 +19,8 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
-from fusco.integrations.along_handles import dispatch_again, require_weights
-from fusco.integrations.ep_handle import DispatchRequest, EPHandle, checked_ep_handle
+from fusco.integrations.along_handles import dispatch_again, require_handle, require_weights
+from fusco.integrations.ep_handle import DispatchRequest, EPHandle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows
 from fusco.integrations.growth import GrowingCommunicator
@@ -75,7 +75,7 @@ class ElasticBuffer:
     def destroy(self) -> None:
         """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
         for rows in self._by_num_experts.values():
-            rows.abort()
+            rows.comms.abort()
 
     @staticmethod
     def get_buffer_size_hint(
@@ -178,7 +178,7 @@ class ElasticBuffer:
         asked, static = None, None
         if handle is not None:
             with expert_rows.comms.rejecting_latest():
-                comms = checked_ep_handle(handle).sent.comm
+                comms = require_handle(handle, EPHandle).sent.comm
         with comms.rejecting():
             wait_for(previous_event, previous_event_before_epilogue)
             if use_tma_aligned_col_major_sf:
@@ -234,7 +234,7 @@ class ElasticBuffer:
         """
         with self._rows_of(None).comms.rejecting_latest():
             wait_for(previous_event, previous_event_before_epilogue)
-            sent = checked_ep_handle(handle).sent
+            sent = require_handle(handle, EPHandle).sent
         with sent.comm.rejecting():
             parts = [x.contiguous()]
             if topk_weights is not None:
@@ -274,7 +274,6 @@ def _dispatch(
     static: StaticRows | None,
     launch: Launch,
 ) -> EPHandle:
-    """Dispatch as asked for."""
     alignment = asked.expert_alignment
     options = {"expert_alignment": alignment, "static": static, "launch": launch}
     has_weights = topk_weights is not None

@@ -12,7 +12,7 @@ from fusco.integrations.expert_rows import SentRows
 
 @dataclass(frozen=True, eq=False)
 class DispatchRequest:
-    """What a dispatch was asked for."""
+    """Arguments of a dispatch."""
 
     num_experts: int  # of all ranks together
     expert_alignment: int  # of the experts' blocks, in rows
@@ -39,10 +39,3 @@ class EPHandle(DispatchRequest):
         if name in ("num_recv_tokens", "psum_num_recv_tokens_per_scaleup_rank"):
             raise NotImplementedError(f"fusco's expanded layout has no {name}: a token is counted for each expert")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def checked_ep_handle(handle: Any) -> EPHandle:
-    """Return a caller's handle; raises ``TypeError`` for another one."""
-    if not isinstance(handle, EPHandle):
-        raise TypeError(f"this call needs the handle of a dispatch, got {type(handle).__name__}")
-    return handle

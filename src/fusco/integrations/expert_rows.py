@@ -52,7 +52,7 @@ class ExpertRows:
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
         """Return the same object for all layers of a group, whose communicators they share."""
         of_group = _BY_GROUP.setdefault(group, {})
-        if num_experts not in of_group or of_group[num_experts].is_closed:
+        if num_experts not in of_group or of_group[num_experts].comms.is_closed:
             of_group[num_experts] = cls(group, num_experts)
         return of_group[num_experts]
 
@@ -74,15 +74,6 @@ class ExpertRows:
         with self.comms.rejecting():
             need = Need.of(payloads, topk_idx.shape[1])
         return self.comms.run(need, payloads[0].device, dispatch)
-
-    @property
-    def is_closed(self) -> bool:
-        """True after ``abort``."""
-        return self.comms.is_closed
-
-    def abort(self) -> None:
-        """Release all communicators without waiting for other ranks."""
-        self.comms.abort()
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.

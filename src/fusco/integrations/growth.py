@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a call needs of its communicator, on one rank; see the arguments of ``Communicator``."""
+    """Capacity that a call needs, on one rank; see the arguments of ``Communicator``."""
 
     num_topk: int
     max_tokens_per_rank: int

@@ -19,18 +19,11 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched, Handle
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import dispatch_again, require_weights
+from fusco.integrations.along_handles import dispatch_again, element_of, require_weights
 from fusco.integrations.expert_rows import counts_on_host
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.rank_rows import (
-    RankRouting,
-    RankRows,
-    checked_handle,
-    combine,
-    combine_dense,
-    ranks_of,
-)
+from fusco.integrations.rank_rows import RankRouting, RankRows, combine, combine_dense, ranks_of
 from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
@@ -103,7 +96,7 @@ class HybridEPBuffer:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
         for comms in self._comms.values():
             comms.abort()
-        self._rank_rows.abort()
+        self._rank_rows.comms.abort()
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""
@@ -302,13 +295,14 @@ class HybridEPBuffer:
     ) -> tuple[RankRouting, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Dispatch along a handle; return its routing, the rows, and the weights of their tokens' experts."""
         with self._rank_rows.comms.rejecting_latest():
-            sent = checked_handle(handle[0])
+            sent = _routing_of(handle)
         with sent.comm.rejecting():
             rows = [each.contiguous() for each in payloads]
             if probs is not None:
                 topk_weights = sent.weights_of_tokens(probs)
             weights = None if topk_weights is None else topk_weights.float()
-            require_weights(weights, sent.require_topk_idx().shape)
+            if weights is not None:
+                require_weights(weights, sent.require_topk_idx().shape)
         return sent, *dispatch_again(
             sent.comm, sent.handle, sent.max_bytes_per_token, rows, weights, self._dispatch_launch
         )
@@ -323,9 +317,7 @@ class HybridEPBuffer:
         (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
         with self._rank_rows.comms.rejecting_latest():
-            if handle is None:
-                raise ValueError("combine needs the handle of a dispatch")
-            sent = checked_handle(handle[0])
+            sent = _routing_of(handle)
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
         with sent.comm.rejecting():
@@ -382,10 +374,12 @@ class HybridEPBuffer:
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
 
 
-def _sent(handle: tuple[Any, ...] | None) -> _Sent:
-    if not handle or not isinstance(handle[0], _Sent):
-        raise ValueError("this call needs the handle of a dispatch_with_permute")
-    return handle[0]
+def _sent(handle: Any) -> _Sent:
+    return element_of(handle, 0, _Sent, "dispatch_with_permute of a HybridEPBuffer")
+
+
+def _routing_of(handle: Any) -> RankRouting:
+    return element_of(handle, 0, RankRouting, "dispatch of a HybridEPBuffer")
 
 
 def _static_rows(num_permuted_tokens: int | torch.Tensor | None) -> StaticRows:

@@ -38,7 +38,6 @@ class KeptTensors:
 
 
 def _stream(device: torch.device) -> int:
-    """Return the handle of the current stream."""
     if raw_stream_of is None:
         return torch.cuda.current_stream(device).cuda_stream
     return int(raw_stream_of(device.index))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,12 +48,8 @@ class RankRouting:
             return None
         return torch.arange(len(self.words), device=self.words.device)[:, None] < self.num_rows
 
-    def local_idx(self) -> torch.Tensor:
-        """Return local experts of each row, int64 (num_rows, num_topk); -1 for those of other ranks."""
-        return self._local(first=0, of_others=-1)
-
-    def _local(self, first: int, of_others: int) -> torch.Tensor:
-        """Return the local experts of each row, counted from ``first``; ``of_others`` for experts of other ranks."""
+    def local_idx(self, first: int = 0, of_others: int = -1) -> torch.Tensor:
+        """Return local experts of each row, counted from ``first``, int64 (num_rows, num_topk), or ``of_others``."""
         num_local = self.num_local_experts
         idx = self.words[:, 1 : 1 + self.words.shape[1] // 2].long()
         is_other = idx.div(num_local, rounding_mode="floor") != self.rank
@@ -73,7 +68,7 @@ class RankRouting:
     @property
     def places(self) -> torch.Tensor:
         """Columns of ``scattered`` for local experts of rows: int64 (num_rows, num_topk), kept."""
-        return self._keep("places", lambda: self._local(first=1, of_others=0))
+        return self._keep("places", lambda: self.local_idx(first=1, of_others=0))
 
     def dense_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Return weights of rows and experts of their tokens by local expert: float32 (num_rows, num_local_experts)."""
@@ -102,7 +97,10 @@ class RankRouting:
     def require_topk_idx(self) -> torch.Tensor:
         """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
         if self.topk_idx is None:
-            raise ValueError("values of experts can be combined only if the dispatch had topk_idx")
+            raise ValueError(
+                "weights and values of experts need the handle of a dispatch with topk_idx; this one's had "
+                "is_token_in_rank only"
+            )
         return self.topk_idx
 
 
@@ -168,10 +166,6 @@ class RankRows:
         """Return all ranks, int64 (num_ranks,)."""
         return self._kept.get(f"ranks on {device}", device, lambda: torch.arange(self._num_ranks, device=device))
 
-    def abort(self) -> None:
-        """Release all resources without waiting for other ranks."""
-        self.comms.abort()
-
     def _words(
         self, like: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
@@ -214,10 +208,3 @@ def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.
     places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(min=0)
     is_in = topk_idx.new_zeros(len(topk_idx), num_ranks + 2, dtype=torch.bool)
     return is_in.scatter_(1, places, value=True)[:, 1:-1]
-
-
-def checked_handle(routing: Any) -> RankRouting:
-    """Return a caller's handle as a routing; raises ``TypeError`` for another one."""
-    if not isinstance(routing, RankRouting):
-        raise TypeError(f"this call needs the handle of a dispatch, got {type(routing).__name__}")
-    return routing

@@ -31,7 +31,6 @@ class FuscoDispatcher(BaseDispatcher):
     """Dispatch and combine of expanded rows; the host waits once in a dispatch, so it is in no CUDA graph."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """Nothing is allocated before the first call."""
         super().__init__()
         self._rows = ExpertRows.of_group(group, num_experts)
         self._sent: SentRows | None = None

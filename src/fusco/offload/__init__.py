@@ -3,8 +3,5 @@
 from fusco.offload.activations import offload_activations as offload_activations
 from fusco.offload.copier import Copier as Copier
 from fusco.offload.copy import Copy as Copy
-from fusco.offload.settings import OffloadSettings as OffloadSettings
-from fusco.offload.settings import RelayBudget as RelayBudget
-from fusco.offload.tensors import copier_of as copier_of
-from fusco.offload.tensors import copy_from_host as copy_from_host
-from fusco.offload.tensors import copy_to_host as copy_to_host
+from fusco.offload.settings import OffloadSettings as OffloadSettings, RelayBudget as RelayBudget
+from fusco.offload.tensors import copier_of as copier_of, copy_from_host as copy_from_host, copy_to_host as copy_to_host

@@ -137,7 +137,7 @@ class _Offloaded:
         self._shape, self._stride, self._version = tensor.shape, tensor.stride(), tensor._version  # noqa: SLF001
         self._tensor: torch.Tensor | None = tensor
         self._was_written = False
-        self._pinned, self._leaving = mover.to_host(flat_view(tensor))
+        self._pinned, self._leaving = mover.to_host(tensor.detach().as_strided((tensor.numel(),), (1,)))
         self._returning: tuple[torch.Tensor, Copy] | None = None
         self._returned: tuple[weakref.ref[torch.Tensor], Copy] | None = None
 
@@ -212,8 +212,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor as one dimension."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))

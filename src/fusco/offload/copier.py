@@ -28,6 +28,7 @@ class Copier:
         driver: the CUDA driver.
         name: the copier, for errors.
         timeout_s: the limit of a wait.
+        links: what is shared with other processes; ``None`` if no other link can ever be used.
     """
 
     def __init__(self, device: int, settings: OffloadSettings | None = None, machine: Machine | None = None) -> None:
@@ -55,7 +56,7 @@ class Copier:
         self._under_way: dict[Copy, tuple[int, object]] = {}  # with their event and what they keep
         self._lock, self._is_closed, self._pid = threading.Lock(), False, os.getpid()
         try:
-            self._links, self._reason = self._open_links()
+            self.links, self._reason = self._open_links()
         except BaseException:
             self._resources.close()
             raise
@@ -77,7 +78,7 @@ class Copier:
             LaunchError: if CUDA fails.
         """
         self._require_open()
-        stream, links = self.current_stream(), self._links
+        stream, links = self.current_stream(), self.links
         with self._lock, self.driver.current(self._context):
             self._require_open()  # another thread may have closed it meanwhile
             self._reap()
@@ -93,28 +94,19 @@ class Copier:
                 self.driver.record(event, stream)
                 job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
                 links.mover.submit(job)
-                copy = ChunkedCopy(self, links.mover, job, links.reason)
+                copy = ChunkedCopy(self, links, job)
             self._under_way[copy] = (event, keeps)
         return copy
 
     @property
     def reason(self) -> str:
-        """Why copies take the GPU's own link only, now; empty if they may take others."""
-        return self._reason if self._links is None else self._links.reason
+        """Reason why copies take the GPU's own link only, now; empty if they may take others."""
+        return self._reason if self.links is None else self.links.reason
 
     @property
     def relays(self) -> tuple[Relay, ...]:
         """The GPUs whose links may be taken; ``Relay.reason`` says why one is not used."""
-        return () if self._links is None else tuple(self._links.relays)
-
-    @property
-    def links(self) -> SharedLinks | None:
-        """What is shared with other processes; ``None`` if no other link can ever be used."""
-        return self._links
-
-    def rail_name(self, rail: int) -> str:
-        """Return the name of a rail."""
-        return self._links.rail_names[rail] if self._links is not None else "its own link"
+        return () if self.links is None else tuple(self.links.relays)
 
     def current_stream(self) -> int:
         """Return the handle of the caller's current stream on this GPU."""
@@ -145,8 +137,8 @@ class Copier:
             leak(dict(self._under_way))  # the GPU may still read and write the memory of copies that have not ended
             raise
         finally:
-            if self._links is not None:
-                self._links.close()
+            if self.links is not None:
+                self.links.close()
             self._under_way.clear()
             self._resources.close()
 

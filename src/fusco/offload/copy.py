@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from fusco.control.threads import limit_now
 from fusco.core.errors import LaunchError, TransportError
-from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job, Mover
+from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job
+from fusco.offload.shared_links import SharedLinks
 
 if TYPE_CHECKING:
     from fusco.offload.copier import Copier
@@ -88,9 +89,9 @@ class PlainCopy(Copy):
 class ChunkedCopy(Copy):
     """A job of the mover."""
 
-    def __init__(self, copier: Copier, mover: Mover, job: Job, reason: str) -> None:
-        self._copier, self._mover, self._job = copier, mover, job
-        self.num_bytes, self.reason = job.num_bytes, reason
+    def __init__(self, copier: Copier, links: SharedLinks, job: Job) -> None:
+        self._copier, self._mover, self._job, self._rail_names = copier, links.mover, job, links.rail_names
+        self.num_bytes, self.reason = job.num_bytes, links.reason
         self._was_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -142,6 +143,6 @@ class ChunkedCopy(Copy):
     def _stall(self, state: int) -> str:
         if state == QUEUED:
             return "earlier work of its stream"
-        rails = ", ".join(self._copier.rail_name(rail) for rail, count in enumerate(self._job.outstanding) if count)
+        rails = ", ".join(self._rail_names[rail] for rail, count in enumerate(self._job.outstanding) if count)
         done = f"{self._job.num_done:,} bytes are done"
         return f"chunks on {rails}; {done}" if rails else f"a free PCIe link; {done}"

@@ -21,7 +21,7 @@ _DIRECTIONS = (TO_HOST, FROM_HOST)
 
 @dataclass(frozen=True)
 class RelayHost:
-    """What the relays of a GPU share: the driver, its context, the links of the host, bounds, and the mover."""
+    """Parts shared by the relays of a GPU: the driver, its context, the links of the host, bounds, and the mover."""
 
     driver: CudaDriver
     context: int
@@ -43,7 +43,7 @@ class Relay:
 
     @property
     def is_open(self) -> bool:
-        """Whether copies may take the link."""
+        """True if copies may take the link."""
         return self._resources is not None
 
     @property

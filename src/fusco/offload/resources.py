@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from fusco.offload.driver import CudaDriver
-from fusco.offload.mover import FROM_HOST, TO_HOST, PathStreams
+from fusco.offload.mover import TO_HOST, PathStreams
 
 
 class Resources:
@@ -65,7 +65,6 @@ def relayed_path(
     """Return the path of another GPU's link; ``contexts`` are this GPU's and the relay's."""
     context, relay = contexts
     first, last = (context, relay) if direction == TO_HOST else (relay, context)
-    assert direction in (TO_HOST, FROM_HOST)
     path = PathStreams(
         buffer=resources.buffer(relay, depth * chunk_bytes),
         num_slots=depth,

@@ -123,7 +123,7 @@ class OffloadSettings:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a copier runs on; tests have their own."""
+    """Machine that a copier runs on; tests have their own."""
 
     driver: Any  # a ``CudaDriver`` or what behaves like one
     links: Callable[[], Links]  # returns the GPUs of this host

@@ -1,4 +1,4 @@
-"""What a copier needs to use PCIe links together with the other processes of the host."""
+"""Use of PCIe links by a copier together with the other processes of the host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SharedLinks:
 
     @property
     def reason(self) -> str:
-        """Why only the GPU's own link may be taken now; empty if others may."""
+        """Reason why only the GPU's own link may be taken now; empty if others may."""
         if any(relay.is_open for relay in self.relays):
             return ""
         reasons = [f"GPU {relay.device} is no relay: {relay.reason}" for relay in self.relays]

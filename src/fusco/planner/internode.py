@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusco.core.lanes import IntArray
 from fusco.planner.rank_lanes import RankLanes
 
 
@@ -86,17 +85,9 @@ class InternodeTraffic(RankLanes):
 
     def fit(self, rows_per_slice: int, max_held: int) -> int:
         """Return at most ``rows_per_slice``, fewer if a forwarder would get more than ``max_held`` rows in a slice."""
-        while rows_per_slice > 1 and np.minimum(self._rank_to_rank, rows_per_slice).sum(axis=0).max() > max_held:
+        while rows_per_slice > 1 and np.minimum(self.lanes.rank_to_rank, rows_per_slice).sum(axis=0).max() > max_held:
             rows_per_slice = rows_per_slice * 7 // 8
         return rows_per_slice
-
-    @cached_property
-    def _rank_to_rank(self) -> IntArray:
-        """Rows from each carrier to each forwarder, int64 (world_size, world_size)."""
-        runs, world_size = self.lanes.runs, self.lanes.topology.world_size
-        counts = np.zeros((world_size, world_size), np.int64)
-        np.add.at(counts, (runs.carrier, runs.forwarder), runs.num_rows)
-        return counts
 
     def pieces(self, number: int, rows_per_slice: int) -> list[Piece]:
         """Return what this node sends and receives in a slice, in the order of ``lanes``."""

@@ -66,7 +66,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class NamedRail:
-    """What the board keeps of a rail."""
+    """A rail as the board names it."""
 
     interface: str  # its name, of at most 15 bytes
     bits_per_s: int  # its speed; 0 if unknown
@@ -87,7 +87,7 @@ class LockHeldError(SharedMemoryError):
 
 
 class Board:
-    """The board, mapped; ``fields`` are its 64-bit numbers. The last user removes the file.
+    """The board, mapped as ``memory``; ``fields`` are its 64-bit numbers. The last user removes the file.
 
     Whatever changes it waits for its lock, at most 10 s, then raises ``LockHeldError``.
     """
@@ -95,16 +95,31 @@ class Board:
     def __init__(self, path: Path | None = None) -> None:
         """Open the board, or make it; ``SharedMemoryError`` if that fails or another user owns the file."""
         self.path = path or default_path()
+        self._map_file()
+
+    def _map_file(self) -> None:
+        self._fd = -1
         try:
-            self._fd = self._open()
+            fd = self._open()
             try:
-                self._map = mmap.mmap(self._fd, _NUM_BYTES)
+                self.memory = mmap.mmap(fd, _NUM_BYTES)
             except BaseException:
-                os.close(self._fd)
+                os.close(fd)
                 raise
         except OSError as error:
             raise SharedMemoryError(f"cannot open the board of rails {self.path}: {reason_of(error)}") from error
-        self.fields = memoryview(self._map).cast("Q")
+        self._fd, self.fields = fd, memoryview(self.memory).cast("Q")
+
+    def follow(self) -> bool:
+        """Open the board anew if its last user has removed the file, since later users have another; return whether.
+
+        Raises ``SharedMemoryError`` if that fails; the board is closed then.
+        """
+        if os.fstat(self._fd).st_nlink:
+            return False
+        os.close(self._fd)  # and with it its lock; the old memory is unmapped with the last reference to it
+        self._map_file()
+        return True
 
     def close(self) -> None:
         """Unmap the board; without registered workers that live, remove its file."""
@@ -116,14 +131,9 @@ class Board:
                 self.path.unlink(missing_ok=True)
         self.fields.release()
         with contextlib.suppress(BufferError):  # rows still view it; it is unmapped with the last of them
-            self._map.close()
+            self.memory.close()
         os.close(self._fd)
         self._fd = -1
-
-    @property
-    def memory(self) -> mmap.mmap:
-        """The mapped file."""
-        return self._map
 
     @property
     def generation(self) -> int:
@@ -131,13 +141,16 @@ class Board:
         return self.fields[_GENERATION]
 
     def register(self, worker: int, direct: int, rails: Sequence[NamedRail | Rail]) -> int:
-        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails."""
+        """Take a free row for this process and return it; ``SharedMemoryError`` if all are taken, or that fails.
+
+        Follows the file, as ``follow``, so no other row may be in use.
+        """
         pid = os.getpid()
         try:
             start = _start_time(pid)
         except OSError as error:
             raise SharedMemoryError(f"cannot register on the board of rails {self.path}: {reason_of(error)}") from error
-        with self._locked():
+        with self._locked(follows=True):
             self._reset_dead()
             rows = {each.row for each in self.workers()}
             free = next((row for row in range(MAX_WORKERS) if row not in rows), None)
@@ -145,7 +158,7 @@ class Board:
                 raise SharedMemoryError(f"the board of rails {self.path} has {MAX_WORKERS} workers, which is its room")
             for i, rail in enumerate(rails):
                 offset = _RAILS + i * _RAIL_BYTES
-                self._map[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
+                self.memory[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
             self._clear_cells(free)
             for field, value in ((_START, start), (_WORKER, worker), (_DIRECT, direct), (_PID, pid)):
                 self.fields[_WORKERS + free * FIELDS + field] = value
@@ -174,7 +187,7 @@ class Board:
 
     def rails(self) -> list[tuple[str, int]]:
         """Return interface and speed in bit/s of each rail, as its last user registered them."""
-        rows = (_RAIL.unpack_from(self._map, _RAILS + i * _RAIL_BYTES) for i in range(MAX_RAILS))
+        rows = (_RAIL.unpack_from(self.memory, _RAILS + i * _RAIL_BYTES) for i in range(MAX_RAILS))
         return [(name.rstrip(b"\0").decode(), speed) for name, speed in rows if name[0]]
 
     def cell(self, row: int, rail: int) -> list[int]:
@@ -221,8 +234,10 @@ class Board:
             time.sleep(_LOCK_PAUSE_S)
 
     @contextlib.contextmanager
-    def _locked(self, limit_s: float | None = None) -> Iterator[None]:
+    def _locked(self, limit_s: float | None = None, *, follows: bool = False) -> Iterator[None]:
         self._lock(self._fd, limit_s)
+        while follows and self.follow():
+            self._lock(self._fd, limit_s)
         try:
             yield
         finally:
@@ -247,7 +262,7 @@ class Board:
 
     def _clear_cells(self, row: int) -> None:
         first = 8 * (CELL_0 + row * ROW_FIELDS)
-        self._map[first : first + 8 * ROW_FIELDS] = bytes(8 * ROW_FIELDS)
+        self.memory[first : first + 8 * ROW_FIELDS] = bytes(8 * ROW_FIELDS)
 
     def _changed(self) -> None:
         self.fields[_GENERATION] += 1

@@ -36,8 +36,8 @@ class BoardRow:
         Times of the last activity are set back by ``rest_s`` when nothing is under way any more, so that others need
         not wait for the end of their hold time.
         """
-        self._board, self._fields, self._barrier = board, board.fields, threading.Lock()
         self.row = board.register(worker, direct, rails)
+        self._board, self._fields, self._barrier = board, board.fields, threading.Lock()
         self.pid, self._rest_ns = os.getpid(), int(1e9 * rest_s)
         self._cells = [CELL_0 + self.row * ROW_FIELDS + rail * FIELDS for rail in range(len(rails))]
         self._generation = -1

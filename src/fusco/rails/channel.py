@@ -68,7 +68,7 @@ class Channel:
         with self._posting:
             request = self._new_request("isend", self._next_send, on_done)
             self._next_send += 1
-            self._host.loop.post(lambda: self._begin_send(memory, request))
+            self._host.loop.post(lambda: self._begin(memory, request))
         return request
 
     def irecv(self, buffer: Any, on_done: Callable[[BaseException | None], None] | None = None) -> Request:
@@ -80,7 +80,7 @@ class Channel:
         with self._posting:
             request = self._new_request("irecv", self._next_receive, on_done)
             self._next_receive += 1
-            self._host.loop.post(lambda: self._begin_receive(memory, request))
+            self._host.loop.post(lambda: self._begin(memory, request))
         return request
 
     @property
@@ -319,8 +319,6 @@ class Channel:
                 self._scheduler.completed(rail, posted.num_bytes)
 
     def _watch(self, connection: Connection) -> None:
-        """Have its events handled."""
-
         def on_event(events: int) -> None:
             if events & WRITE:
                 self.on_writable(connection)
@@ -349,21 +347,17 @@ class Channel:
             raise ClosedError("the channel belongs to the process that this one was forked from")
         return Request(verb, seq, self._host.timeout_s, self._timed_out, on_done)
 
-    def _begin_send(self, memory: memoryview, request: Request) -> None:
+    def _begin(self, memory: memoryview, request: Request) -> None:
         if self._error is not None:
             request.finish(0, self._error)
-            return
-        self._sends.add(memory, request)
-        self.pump()
-
-    def _begin_receive(self, memory: memoryview, request: Request) -> None:
-        if self._error is not None:
-            request.finish(0, self._error)
-            return
-        self._receives.post(memory, request)
-        if self._connections:
-            self._grant(request.seq, len(memory))
+        elif request.verb == "isend":
+            self._sends.add(memory, request)
             self.pump()
+        else:
+            self._receives.post(memory, request)
+            if self._connections:
+                self._grant(request.seq, len(memory))
+                self.pump()
 
     def _grant_again(self) -> None:
         """Grant all open receives: earlier grants may have been lost. Repeated ones have no effect."""

@@ -209,7 +209,6 @@ class Connection:
         return has_payload
 
     def _begin(self, take: Callable[[Connection, Record, bool], None]) -> None:
-        """Take a complete header."""
         self._num_header = 0
         record = unpack(self._header)
         if record.kind in (DATA, TOO_LARGE):

@@ -68,7 +68,7 @@ class Endpoint:
         Raises:
             ValueError: if the worker owns no rail, or for rails or a policy that cannot be.
             SharedMemoryError: if the board cannot be used.
-            TransportError: without descriptors left.
+            TransportError: without descriptors or threads left.
         """
         self.worker, self.rails, self.limits = worker, check_rails(rails), limits or Limits()
         direct = sum(1 << i for i, rail in enumerate(self.rails) if worker in rail.owners)
@@ -93,14 +93,17 @@ class Endpoint:
             self._row = row = BoardRow(self._board, worker, direct, self.rails, rest_s)
             undo.callback(row.close)
             try:
-                self._query = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+                self._query = undo.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 self._loop = loop = Loop(self._step, self._fail)
+                undo.callback(loop.close)
+                monitor = self._new_monitor(chosen)
+                self._host = Host(worker, self.rails, direct, self.limits, chosen, row, monitor, timeout_s, loop)
+                if not is_polled:
+                    loop.start(f"fusco-rails-{worker}")
             except OSError as error:
                 raise TransportError(f"worker {worker} cannot use rails: {reason_of(error)}") from error
-            monitor = self._new_monitor(chosen)
-            self._host = Host(worker, self.rails, direct, self.limits, chosen, row, monitor, timeout_s, loop)
-            if not is_polled:
-                loop.start(f"fusco-rails-{worker}")
+            except RuntimeError as error:  # no thread could be started
+                raise TransportError(f"worker {worker} cannot use rails: {error}") from error
             undo.pop_all()
 
     def poll(self) -> None:

@@ -28,7 +28,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What an end says of itself."""
+    """Identity of one end of a connection."""
 
     worker: int  # its number on its host
     num_rails: int  # rails of its host
@@ -57,7 +57,9 @@ class Handshake:
             return self._answer_client(message)
         if not self._peer_nonce:
             self._peer_nonce, self.num_expected = _HELLO.unpack(message)[1], _SERVER.size + _TAG_BYTES
-            body = self._client_body()
+            this = self._this
+            sizes = (this.worker, this.num_rails, this.chunk_bytes, this.rail, this.incarnation)
+            body = _CLIENT.pack(_MAGIC, this.channel, *sizes, self._nonce)
             return body + self._tag(b"client", body)
         self._check(message, b"server", _SERVER.size)
         self.peer = Introduction(*_SERVER.unpack_from(message)[1:])
@@ -72,11 +74,6 @@ class Handshake:
         self.peer = Introduction(worker, num_rails, chunk_bytes, channel, rail, incarnation)
         body = _SERVER.pack(_MAGIC, self._this.worker, self._this.num_rails, self._this.chunk_bytes)
         return body + self._tag(b"server", body)
-
-    def _client_body(self) -> bytes:
-        this = self._this
-        sizes = (this.worker, this.num_rails, this.chunk_bytes, this.rail, this.incarnation)
-        return _CLIENT.pack(_MAGIC, this.channel, *sizes, self._nonce)
 
     def _check(self, message: bytes, role: bytes, num_body: int) -> None:
         if not hmac.compare_digest(message[num_body:], self._tag(role, message[:num_body])):

@@ -1,4 +1,4 @@
-"""What the channels of an endpoint share."""
+"""Parts that the channels of an endpoint share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusco.rails.schedule import Policy
 
 @dataclass(frozen=True)
 class Host:
-    """What all channels of an endpoint share."""
+    """Worker, rails and parts that all channels of an endpoint share."""
 
     worker: int  # this worker
     rails: tuple[Rail, ...]  # the rails of this host

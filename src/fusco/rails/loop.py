@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 _JOIN_TIMEOUT_S = 5.0  # the thread never blocks
@@ -26,17 +27,22 @@ class Loop:
         It returns the seconds until it must be called again. ``fail`` gets an error that is no socket's; the loop ends.
         """
         self._step, self._fail = step, fail
-        self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, READ)
+        with ExitStack() as undo:
+            self._epoll = undo.enter_context(select.epoll())
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._epoll.register(self._wake, READ)
+            undo.pop_all()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._is_asleep = self._ends = False
         self._thread: threading.Thread | None = None
 
     def start(self, name: str) -> None:
-        """Start a thread of that name."""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        """Start a thread of that name; ``RuntimeError`` if that fails."""
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def poll(self) -> None:
         """Handle what has happened, without waiting."""

@@ -1,4 +1,4 @@
-"""Why rails of a channel failed, and the errors that say so."""
+"""Failures of a channel's rails, and the errors that name them."""
 
 from __future__ import annotations
 

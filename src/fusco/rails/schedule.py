@@ -17,7 +17,7 @@ WAIT = -1  # no rail may take a chunk now
 
 @dataclass(slots=True)
 class View:
-    """What a sender knows when it schedules a chunk. Sets of rails are bit masks: bit i is rail i."""
+    """State of a channel's rails when a chunk is scheduled. Sets of rails are bit masks: bit i is rail i."""
 
     direct: int  # rails that the sender owns
     usable: int  # rails with a connection to the peer

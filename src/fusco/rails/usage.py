@@ -1,4 +1,4 @@
-"""Who uses whose NIC, read from the board; without registering on it."""
+"""Use of each NIC by each worker, read from the board without registering on it."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class UsageReader:
 
     def read(self) -> list[RailUse]:
         """Return every worker's use of every rail that it owns or has used, by rail and worker."""
+        if self._board.follow():
+            self._last = {}
         self._board.reset_dead()
         now = time.monotonic()
         seconds, last, self._last, self._last_s = max(now - self._last_s, 1e-9), self._last, {}, now

@@ -1,4 +1,4 @@
-"""Functions run on all ranks of a launched job; rank 0 gets their results and reports failures."""
+"""A function run on all ranks of a launched job; rank 0 gets the results and reports failures."""
 
 from __future__ import annotations
 
@@ -26,47 +26,29 @@ _POLL_S = 0.05
 _FINE, _FAILED = "fine", "failed"
 
 
-class JoinedWorld:
-    """Runs functions on all ranks of a launched job, as ``LocalWorld`` on local processes; rank 0 gets the results.
+def run_joined(
+    device: str, function: Callable[Concatenate[dist.ProcessGroup, _P], _Result], *args: _P.args, **kwargs: _P.kwargs
+) -> list[_Result] | None:
+    """Join the launched job and call ``function(group, *args)`` on all its ranks, each with one compute thread.
 
-    Rank 0 also gets the failures, so that one rank reports those of all.
+    Returns the results by rank on rank 0, ``None`` on the others. If the function raises on any rank, rank 0 raises
+    ``RankFailedError`` with the failures of all, so that one rank reports them, and the others raise
+    ``ReportedElsewhereError`` within a limit. If rank 0 does not answer, they raise their own errors.
     """
-
-    def __init__(self, device: str = "cpu") -> None:
-        torch.set_num_threads(1)
-        self._launched, self._num_runs = join_torchrun(device), 0
-
-    def run(
-        self, function: Callable[Concatenate[dist.ProcessGroup, _P], _Result], *args: _P.args, **kwargs: _P.kwargs
-    ) -> list[_Result] | None:
-        """Call ``function(group, *args)`` on all ranks; return its results by rank on rank 0, ``None`` on the others.
-
-        If it raises on any rank, rank 0 raises ``RankFailedError``, and the others raise ``ReportedElsewhereError``
-        within a limit. If rank 0 does not answer, they raise their own errors.
-        """
-        assert dist.group.WORLD is not None
-        self._num_runs += 1
-        outcomes = Outcomes(
-            PrefixStore(f"fusco/outcomes/{self._num_runs}", _get_default_store()),
-            self._launched.rank,
-            self._launched.world_size,
-        )
-        try:
-            result = function(dist.group.WORLD, *args, **kwargs)
-        except Exception as error:
-            outcomes.settle(RankFailure.of(error))
-            raise  # rank 0 has not answered
-        outcomes.settle(None)
-        results: list[Any] | None = [None] * self._launched.world_size if self._launched.rank == 0 else None
-        dist.gather_object(result, results)
-        return results
-
-    def __enter__(self) -> JoinedWorld:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:  # after an error others may still be in a collective; the launcher ends them
-            dist.destroy_process_group()
+    torch.set_num_threads(1)
+    job = join_torchrun(device)
+    assert dist.group.WORLD is not None
+    outcomes = Outcomes(PrefixStore("fusco/outcomes", _get_default_store()), job.rank, job.world_size)
+    try:
+        result = function(dist.group.WORLD, *args, **kwargs)
+    except Exception as error:
+        outcomes.settle(RankFailure.of(error))
+        raise  # rank 0 has not answered
+    outcomes.settle(None)
+    results: list[Any] | None = None if job.rank else [None] * job.world_size
+    dist.gather_object(result, results)
+    dist.destroy_process_group()  # after an error others may still be in a collective; the launcher ends them
+    return results
 
 
 class Outcomes:

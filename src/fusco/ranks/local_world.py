@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from fusco.control.threads import within
 from fusco.ranks.failures import RankFailedError, RankFailure
+from fusco.ranks.progress import new_store
 from fusco.ranks.torchrun import backends_for, choose_gpu
 
 _P = ParamSpec("_P")
@@ -58,8 +59,7 @@ class LocalWorld:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
         self.world_size, self.device, self._limit_s = world_size, device, limit_s
-        # This process serves the store, so that it outlives any rank.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = new_store()
         context: Any = mp.get_context(start_method or ("spawn" if device == "cuda" else "forkserver"))
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload(PRELOADED)

@@ -12,15 +12,10 @@ _KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/note"
 
 
 class ProgressReporter:
-    """Counts a rank's steps in the store of the process that started the ranks; without its port, does nothing."""
+    """Counts rank 0's steps in the store of ``watching``; on other ranks, or without its port, does nothing."""
 
-    def __init__(self, port: int | None) -> None:
-        self._store = None if port is None else TCPStore("127.0.0.1", port, is_master=False)
-
-    @classmethod
-    def of_rank(cls, rank: int, port: int | None) -> ProgressReporter:
-        """Return a reporter that counts on rank 0 only."""
-        return cls(port if rank == 0 else None)
+    def __init__(self, rank: int, port: int | None) -> None:
+        self._store = None if rank or port is None else TCPStore("127.0.0.1", port, is_master=False)
 
     def advance(self, note: str = "") -> None:
         """Count a finished step, with a note on its result."""
@@ -31,19 +26,23 @@ class ProgressReporter:
         self._store.add(_KEY, 1)
 
 
-def latest_note(store: TCPStore) -> str:
-    """Return the latest note; empty if there is none."""
-    return store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else ""
+def new_store() -> TCPStore:
+    """Return a store that this process serves on a free port, so that it outlives any rank."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
-def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float = 0.1) -> Iterator[None]:
-    """Call ``on_progress`` with the number of finished steps every ``seconds``, from a separate thread."""
-    base, stop = store.add(_KEY, 0), threading.Event()
+def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: float = 0.1) -> Iterator[None]:
+    """Call ``on_progress`` every ``seconds`` from a separate thread: with the number of finished steps, and a note."""
+    stop = threading.Event()
+
+    def look() -> None:
+        num_done = store.add(_KEY, 0)
+        on_progress(num_done, store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else "")
 
     def poll() -> None:
         while not stop.wait(seconds):
-            on_progress(store.add(_KEY, 0) - base)
+            look()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -52,4 +51,4 @@ def watching(store: TCPStore, on_progress: Callable[[int], None], seconds: float
     finally:
         stop.set()
         thread.join()
-        on_progress(store.add(_KEY, 0) - base)
+        look()

@@ -6,17 +6,14 @@ every byte to a transfer; ``check_schedule`` proves the result correct. ``cost``
 al., NSDI 2026).
 """
 
-from fusco.schedule.check import check_schedule as check_schedule
-from fusco.schedule.check import find_faults as find_faults
-from fusco.schedule.cost import Links as Links
-from fusco.schedule.cost import choose_mode as choose_mode
-from fusco.schedule.cost import schedule_us as schedule_us
-from fusco.schedule.cost import stages_us as stages_us
-from fusco.schedule.decomposition import decompose as decompose
-from fusco.schedule.decomposition import spread_out as spread_out
-from fusco.schedule.schedule import Schedule as Schedule
-from fusco.schedule.schedule import make_schedule as make_schedule
-from fusco.schedule.schedule import warm_up as warm_up
-from fusco.schedule.stages import Stages as Stages
-from fusco.schedule.stages import lower_bound_bytes as lower_bound_bytes
+from fusco.schedule.check import check_schedule as check_schedule, find_faults as find_faults
+from fusco.schedule.cost import (
+    Links as Links,
+    choose_mode as choose_mode,
+    schedule_us as schedule_us,
+    stages_us as stages_us,
+)
+from fusco.schedule.decomposition import decompose as decompose, spread_out as spread_out
+from fusco.schedule.schedule import Schedule as Schedule, make_schedule as make_schedule, warm_up as warm_up
+from fusco.schedule.stages import Stages as Stages, lower_bound_bytes as lower_bound_bytes
 from fusco.schedule.transfers import Transfers as Transfers

@@ -11,10 +11,11 @@ _MAX_INT64 = np.iinfo(np.int64).max
 _ROUNDED = 2.0**62  # float64 sums below this prove that int64 sums do not overflow
 
 
-def as_matrix(values: Any, name: str) -> npt.NDArray[np.int64]:
+def as_matrix(values: Any, name: str, end: str = "node") -> npt.NDArray[np.int64]:
     """Return a square int64 matrix in C order for compiled code, a copy of ``values``.
 
-    Raises ``TypeError`` unless entries are integers, ``ValueError`` unless the matrix is square and fits into int64.
+    Raises ``TypeError`` unless entries are integers, ``ValueError`` unless the matrix is square and fits into int64, or
+    with a negative entry and its two ends (nodes or ranks).
     """
     array = np.asarray(values)
     if array.ndim != 2 or array.shape[0] != array.shape[1]:
@@ -24,18 +25,19 @@ def as_matrix(values: Any, name: str) -> npt.NDArray[np.int64]:
         raise TypeError(f"{name} must hold integers, got {array.dtype}")
     if array.size and (is_large or array.dtype.kind == "u") and int(array.max()) > _MAX_INT64:
         raise ValueError(f"{name} must fit into int64, got {array.max()}")
-    return np.array(array, dtype=np.int64, order="C")
+    matrix = np.array(array, dtype=np.int64, order="C")
+    if matrix.min(initial=0) < 0:
+        src, dst = np.argwhere(matrix < 0)[0]
+        raise ValueError(f"{name} must not be negative, got {matrix[src, dst]} from {end} {src} to {end} {dst}")
+    return matrix
 
 
 def as_node_bytes(values: Any) -> npt.NDArray[np.int64]:
-    """Return a node-to-node matrix without negative entries, whose row and column sums fit into int64.
+    """Return a node-to-node matrix whose row and column sums fit into int64.
 
     The diagonal does not count in the sums. Raises as ``as_matrix``, and ``ValueError`` with the node and its sum.
     """
     node_bytes = as_matrix(values, "node_bytes")
-    if node_bytes.min(initial=0) < 0:
-        src, dst = np.argwhere(node_bytes < 0)[0]
-        raise ValueError(f"node_bytes must not be negative, got {node_bytes[src, dst]} from node {src} to node {dst}")
     for what, sends in (("sends", node_bytes), ("receives", node_bytes.T)):
         if sends.sum(axis=1, dtype=np.float64).max(initial=0) < _ROUNDED:
             continue

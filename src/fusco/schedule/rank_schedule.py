@@ -49,13 +49,8 @@ class RankSchedule:
     receives_within: dict[int, list[Flow]]  # flows from each of them
     sends_across: list[Flow]  # flows to counterparts on other nodes, by stage, at most one in each
     receives_across: list[Flow]  # flows from counterparts
-    memory_bytes: tuple[int, ...]  # size of each memory (``INPUT``, ``OUTPUT``, ``CARRIED``, ``ARRIVED``)
+    spare_bytes: tuple[int, int]  # sizes of ``CARRIED`` and ``ARRIVED``, the buffers between two transfers
     num_regions: int  # total regions of ``CARRIED`` and ``ARRIVED``
-
-    @property
-    def spare_bytes(self) -> tuple[int, int]:
-        """Sizes of ``CARRIED`` and ``ARRIVED``, the buffers between two transfers."""
-        return self.memory_bytes[CARRIED], self.memory_bytes[ARRIVED]
 
 
 def make_rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
@@ -107,7 +102,7 @@ def make_rank_schedule(schedule: Schedule, rank: int) -> RankSchedule:
         receives_within={peer: _without_empty(flows) for peer, flows in receives.items()},
         sends_across=_by_stage(leaving.to_rank, leaving.stage, out),
         receives_across=_by_stage(arriving.from_rank, arriving.stage, into),
-        memory_bytes=(int(rank_bytes[rank].sum()), int(rank_bytes[:, rank].sum()), carried_bytes, arrived_bytes),
+        spare_bytes=(carried_bytes, arrived_bytes),
         num_regions=topology.ranks_per_node + schedule.stages.num_stages,
     )
 

@@ -108,12 +108,9 @@ def warm_up() -> None:
 def _checked(rank_bytes: Any, topology: Topology, mode: str) -> IntArray:
     if mode not in ("exact", "few", "spread-out"):
         raise ValueError(f"mode must be one of 'exact', 'few', 'spread-out', got {mode!r}")
-    matrix = as_matrix(rank_bytes, "rank_bytes")
+    matrix = as_matrix(rank_bytes, "rank_bytes", end="rank")
     if len(matrix) != topology.world_size:
         raise ValueError(f"rank_bytes is for {len(matrix)} ranks, the topology has {topology.world_size}")
-    if matrix.min() < 0:
-        src, dst = np.argwhere(matrix < 0)[0]
-        raise ValueError(f"rank_bytes must not be negative, got {matrix[src, dst]} from rank {src} to rank {dst}")
     return matrix
 
 

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 from fusco.testbed.job import run_job as run_job
-from fusco.testbed.layout import BORROWED_PRIORITY as BORROWED_PRIORITY
-from fusco.testbed.layout import BORROWED_TOS as BORROWED_TOS
-from fusco.testbed.layout import Layout as Layout
-from fusco.testbed.layout import parse_rate as parse_rate
+from fusco.testbed.layout import (
+    BORROWED_PRIORITY as BORROWED_PRIORITY,
+    BORROWED_TOS as BORROWED_TOS,
+    Layout as Layout,
+    parse_rate as parse_rate,
+)
 from fusco.testbed.namespaces import Namespaces as Namespaces
-from fusco.testbed.testbed import RailCounters as RailCounters
-from fusco.testbed.testbed import Testbed as Testbed
-from fusco.testbed.testbed import TestbedError as TestbedError
+from fusco.testbed.testbed import RailCounters as RailCounters, Testbed as Testbed, TestbedError as TestbedError

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.testbed.layout import interface
@@ -38,32 +36,18 @@ def rank_environment(testbed: Testbed, host: int, local_rank: int) -> dict[str, 
     }
 
 
-def start_job(
-    testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[Any]]:
-    """Start a command on every rank of a testbed and return the processes, by rank.
-
-    ``environment`` is by default that of this process; ``rank_environment`` is added to it.
-    """
-    inherited = os.environ if environment is None else environment
-    return [
-        testbed.spawn(
-            host,
-            command,
-            local_rank=local_rank,
-            env={**inherited, **rank_environment(testbed, host, local_rank)},
-        )
-        for host in range(testbed.layout.num_hosts)
-        for local_rank in range(testbed.layout.ranks_per_host)
-    ]
-
-
 def run_job(testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command on every rank of a testbed and return 0, or the exit code of the first that fails.
 
-    Once one has failed, the others have 30 seconds to end. Arguments as of ``start_job``.
+    ``environment`` is by default that of this process; what torchrun would set is added to it. Once one has failed, the
+    others have 30 seconds to end.
     """
-    running = start_job(testbed, command, environment)
+    layout, inherited = testbed.layout, os.environ if environment is None else environment
+    running = [
+        testbed.spawn(host, command, local_rank=rank, env={**inherited, **rank_environment(testbed, host, rank)})
+        for host in range(layout.num_hosts)
+        for rank in range(layout.ranks_per_host)
+    ]
     failed, deadline = 0, float("inf")
     while running and time.monotonic() < deadline:
         time.sleep(_POLL_S)

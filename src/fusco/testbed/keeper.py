@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fusco.testbed.layout import Layout, host_name
 from fusco.testbed.namespaces import NEW_NAMES, NEW_NETWORK, become_root, set_host_name, unshare
-from fusco.testbed.network import NetworkNamespace, Switch, read_counters
+from fusco.testbed.network import Switch
 
 _SECONDS_BETWEEN_SCANS, _MAX_SCANS = 0.02, 250  # for processes that are still there
 _REMEDY = (
@@ -26,20 +26,18 @@ _REMEDY = (
 
 
 class Keeper:
-    """Holds the namespaces of a testbed; each public method answers one request."""
+    """Holds the namespaces of a testbed; its switch answers the requests."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._is_user = layout, _gain_privileges()
-        self._switch = Switch(layout)
+        self.switch = Switch(layout)
         self._names: list[int] = []
-        self._namespaces: dict[tuple[int, int], NetworkNamespace] = {}
         for host in range(layout.num_hosts):
             unshare(NEW_NAMES)
             set_host_name(host_name(host))
             self._names.append(os.open("/proc/self/ns/uts", os.O_RDONLY | os.O_CLOEXEC))
             for local_rank in range(layout.ranks_per_host):
-                self._namespaces[host, local_rank] = NetworkNamespace()
-                self._switch.connect(host, local_rank, self._namespaces[host, local_rank])
+                self.switch.connect(host, local_rank)
 
     def paths(self) -> list[list[dict[str, str]]]:
         """Return the fields of ``Namespaces`` for each host and local rank."""
@@ -47,7 +45,7 @@ class Keeper:
         return [
             [
                 {
-                    "network": f"{process}/fd/{self._namespaces[host, local_rank].descriptor}",
+                    "network": f"{process}/fd/{self.switch.of_ranks[host, local_rank].descriptor}",
                     "names": f"{process}/fd/{self._names[host]}",
                     "user": f"{process}/ns/user" if self._is_user else "",
                 }
@@ -56,22 +54,10 @@ class Keeper:
             for host in range(self._layout.num_hosts)
         ]
 
-    def set_rate(self, host: int, rail: int, rate: int) -> None:
-        """See ``Testbed.set_rate``."""
-        self._switch.set_rate(host, rail, rate, self._with(host, rail))
-
-    def set_link(self, host: int, rail: int, state: str) -> None:
-        """See ``Testbed.set_link``."""
-        self._switch.set_link(host, rail, state)
-
-    def counters(self, host: int, rail: int) -> tuple[int, int]:
-        """See ``Testbed.counters``."""
-        return read_counters(self._with(host, rail), rail)
-
     def close(self) -> None:
         """Release the namespaces, then kill all processes in them."""
-        inodes = {namespace.inode for namespace in self._namespaces.values()}
-        for namespace in (self._switch.namespace, *self._namespaces.values()):
+        inodes = {namespace.inode for namespace in self.switch.of_ranks.values()}
+        for namespace in (self.switch.namespace, *self.switch.of_ranks.values()):
             namespace.close()
         for _ in range(_MAX_SCANS):
             inside = _processes_in(inodes)
@@ -83,9 +69,6 @@ class Keeper:
             if not inside:
                 break
             time.sleep(_SECONDS_BETWEEN_SCANS)
-
-    def _with(self, host: int, rail: int) -> NetworkNamespace:
-        return self._namespaces[host, rail // (self._layout.num_rails // self._layout.ranks_per_host)]
 
 
 def _gain_privileges() -> bool:
@@ -133,7 +116,7 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                _answer(getattr(keeper, request["method"])(**request["arguments"]))
+                _answer(getattr(keeper.switch, request["method"])(**request["arguments"]))
             except Exception as error:  # noqa: BLE001  as above
                 _answer(error=f"{request['method']}: {error}")
     finally:

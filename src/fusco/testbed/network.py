@@ -69,6 +69,7 @@ class Switch:
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self.namespace = layout, NetworkNamespace()
+        self.of_ranks: dict[tuple[int, int], NetworkNamespace] = {}  # by host and local rank
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1", encoding="ascii")
         self._bridges = [self._add_bridge(interface(rail), layout.mtu) for rail in range(layout.num_rails)]
         for rail, index in enumerate(self._bridges):
@@ -79,9 +80,10 @@ class Switch:
             else []
         )
 
-    def connect(self, host: int, local_rank: int, namespace: NetworkNamespace) -> None:
-        """Give a rank's namespace its rails, and its link to the other ranks of the host."""
+    def connect(self, host: int, local_rank: int) -> None:
+        """Make a rank's namespace, with its rails and its link to the other ranks of the host."""
         layout = self._layout
+        namespace = self.of_ranks[host, local_rank] = NetworkNamespace()
         for rail in layout.rails_of(local_rank):
             name, port = interface(rail), _port(host, rail)
             self._add_pair(port, self._bridges[rail], namespace, name, layout.mtu)
@@ -93,14 +95,25 @@ class Switch:
             self._add_pair(f"h{host}l{local_rank}", self._local_bridges[host], namespace, _LOCAL, _LOCAL_MTU)
         _add_routes(layout, host, local_rank, namespace)
 
-    def set_rate(self, host: int, rail: int, rate: int, namespace: NetworkNamespace) -> None:
-        """Change the rate of a rail in both directions, in bits per second."""
+    def set_rate(self, host: int, rail: int, rate: int) -> None:
+        """See ``Testbed.set_rate``; ``rate`` is in bits per second."""
+        namespace = self._of_rail(host, rail)
         _shape(namespace.netlink, namespace.index(interface(rail)), rate, "change")
         _shape(self.namespace.netlink, self.namespace.index(_port(host, rail)), rate, "change")
 
     def set_link(self, host: int, rail: int, state: str) -> None:
-        """Take the switch's port of a rail ``"down"``, so that the rail loses its carrier, or ``"up"``."""
+        """See ``Testbed.set_link``: the rail loses its carrier while the switch's port is ``"down"``, not ``"up"``."""
         self.namespace.netlink.link("set", index=self.namespace.index(_port(host, rail)), state=state)
+
+    def counters(self, host: int, rail: int) -> tuple[int, int]:
+        """See ``Testbed.counters``."""
+        namespace = self._of_rail(host, rail)
+        (link,) = namespace.netlink.get_links(namespace.index(interface(rail)))
+        statistics = link.get_attr("IFLA_STATS64")
+        return int(statistics["tx_bytes"]), int(statistics["rx_bytes"])
+
+    def _of_rail(self, host: int, rail: int) -> NetworkNamespace:
+        return self.of_ranks[host, rail // (self._layout.num_rails // self._layout.ranks_per_host)]
 
     def _add_bridge(self, name: str, mtu: int) -> int:
         netlink = self.namespace.netlink
@@ -120,13 +133,6 @@ class Switch:
         )
         netlink.link("set", index=self.namespace.index(port), master=bridge, state="up")
         namespace.netlink.link("set", index=namespace.index(name), state="up")
-
-
-def read_counters(namespace: NetworkNamespace, rail: int) -> tuple[int, int]:
-    """Return the bytes that a host has sent and received on a rail, headers included."""
-    (link,) = namespace.netlink.get_links(namespace.index(interface(rail)))
-    statistics = link.get_attr("IFLA_STATS64")
-    return int(statistics["tx_bytes"]), int(statistics["rx_bytes"])
 
 
 def _port(host: int, rail: int) -> str:

@@ -45,9 +45,8 @@ class ObservingDispatcher:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         x = self._mark_backward(x, "dispatch_backward")
-        self.timer.mark("dispatch")
-        arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
-        self.timer.mark("dispatch")
+        with self.timer.timed("dispatch"):
+            arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
         if len(self.num_rows) < self.num_layers:
             self.num_rows.append(arrival.num_rows_per_expert)
             if self.keeps_routing:
@@ -57,9 +56,8 @@ class ObservingDispatcher:
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         y = self._mark_backward(y, "combine_backward")
-        self.timer.mark("combine")
-        out = self.inner.combine(y, arrival)
-        self.timer.mark("combine")
+        with self.timer.timed("combine"):
+            out = self.inner.combine(y, arrival)
         return self._mark_backward(out, "combine_backward")
 
     def synchronize(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Settings
+from fusco.ranks.progress import ProgressReporter
 from fusco.train.balance_loss import balance_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
@@ -24,6 +27,23 @@ from fusco.train.records import Run, StepRecord
 from fusco.train.text import load_text, make_batch
 
 _MAX_GRAD_NORM = 1.0
+
+
+def train_and_log(
+    group: dist.ProcessGroup,
+    job: TrainingJob,
+    keeps_routing: bool,  # noqa: FBT001  passed by position
+    log: Path | None,
+    progress_port: int | None,
+) -> list[Run]:
+    """Train one rank's part of a job, as ``train_rank``; rank 0 appends each step to ``log`` and reports it."""
+    progress = ProgressReporter(group.rank(), progress_port)
+
+    def on_step(step: StepRecord) -> None:
+        write_json_lines([step], None if group.rank() else log, appends=True)
+        progress.advance(step.describe())
+
+    return train_rank(job, on_step, keeps_routing=keeps_routing)
 
 
 def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:

@@ -18,14 +18,9 @@ _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step of all ranks."""
+class StepTimes:
+    """Times of a step of all ranks."""
 
-    kind: str = "step"
-    dispatcher: str  # its name
-    step: int  # counted from 0
-    loss: float  # mean over the tokens of all ranks, in nats, before the step
-    gradient_norm: float  # before clipping
     step_ms: float  # the slowest rank's, from the batch to the updated parameters, after a barrier
     tokens_per_s: int  # of all ranks
     # dispatch_ms, combine_ms: forward, means over ranks, recomputation by activation checkpointing included
@@ -35,12 +30,30 @@ class StepRecord:
     dispatch_backward_ms: float
     combine_backward_ms: float
     shuffle_share: float  # these four over the step, mean over ranks
-    expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Measurement):
-    """A run with one dispatcher: medians over steps without the first ones; loss and times as in ``StepRecord``."""
+class StepRecord(StepTimes):
+    """One step of all ranks."""
+
+    kind: str = "step"
+    dispatcher: str  # its name
+    step: int  # counted from 0
+    loss: float  # mean over the tokens of all ranks, in nats, before the step
+    gradient_norm: float  # before clipping
+    expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
+
+    def describe(self) -> str:
+        """Describe the step in one line."""
+        return (
+            f"{self.dispatcher}, step {self.step + 1}: loss {self.loss:.3f}, {self.tokens_per_s:,} tokens/s, dispatch "
+            f"and combine {self.shuffle_share:.0%}, busiest expert {self.expert_imbalance:.2f} x mean"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(StepTimes, Measurement):
+    """A run with one dispatcher; times are medians over steps without the first ones."""
 
     kind: str = "run"
     dispatcher: str
@@ -50,13 +63,6 @@ class RunRecord(Measurement):
     last_loss: float  # mean of the last ten steps
     max_loss_difference: float  # the largest difference between the losses of a step of this run and of the first run
     num_warm_ups: int  # steps that medians exclude
-    step_ms: float
-    tokens_per_s: int
-    dispatch_ms: float
-    combine_ms: float
-    dispatch_backward_ms: float
-    combine_backward_ms: float
-    shuffle_share: float
     first_expert_imbalance: float
     last_expert_imbalance: float
     peak_memory_gib: float  # peak memory allocated by PyTorch on rank 0's GPU; 0 on the CPU

@@ -129,7 +129,8 @@ def test_the_table_within_a_node(ranks):
         result = rank[0]
         result.peaks = DevicePeaks(400.0, 380.0, 300.0, 310.0, 4000.0)
         result.remote_row_bytes = 76_000_000
-        result.num_sms, result.kernel_us = {"dispatch": 64, "combine": 132}, {"plan": 29.4, "scatter_rows": 990.6}
+        result.kernel_us = {"plan": 29.4, "scatter_rows": 990.6}
+        result.profiles["baseline"] = (CallProfile(), CallProfile())  # takes none of them itself
         result.errors["fusco-fp8"], result.times["fusco-fp8"] = [], DeviceTimes(dispatch_ms=[0.5] * 3)
     records = summarize_device(run_of(1, ("fusco", "baseline", "fusco-fp8")), ranks)
     fusco, _, fp8 = records
@@ -148,7 +149,7 @@ def test_the_table_within_a_node(ranks):
     assert "2 GPUs" in shown
     assert " 3.00 " in re.search("fusco  .*", shown)[0]  # the baseline's 7.5 in a row, over 2.5
     assert "copy engine 380 pulling, 400 pushing" in shown
-    assert "multiprocessors taken by fusco: dispatch 64, combine 132" in shown
+    assert "multiprocessors taken by fusco: dispatch 3, combine 2" in shown
     assert "waiting included: plan 29, scatter_rows 991" in shown
     assert "fusco-static" not in shown
     assert "multiprocessors taken" not in text_of(print_device_records, records[1:2])

@@ -24,7 +24,6 @@ from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
 from fusco.bench.prefill.records import Case, Measured, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
 from fusco.bench.prompts import describe_prompts, prompt_lengths
-from fusco.bench.stopwatch import SectionTimer
 from fusco.cli import bench_prefill
 from fusco.cli.main import app
 from fusco.fsdp.qwen3 import Qwen3Shape
@@ -251,7 +250,7 @@ def test_a_slow_prefill_is_explained_rank_by_rank():
 
 
 def test_a_prefill_is_measured_with_its_calls_and_garbage_collections():
-    clock = CallClock(SectionTimer("cpu", is_on=False))
+    clock = CallClock("cpu")
 
     def align():
         clock.mark("dispatch")  # of an earlier prefill that failed

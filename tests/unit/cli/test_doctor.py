@@ -1,10 +1,13 @@
 """``fusco doctor``: what it finds, and what it says of it."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 from command_line import ROOT, run
 
 from fusco.cli import doctor
@@ -52,9 +55,10 @@ def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):
     monkeypatch.setattr("fusco.cpu.kernels.warm_up.warm_up_cpu", fail)
     monkeypatch.setattr("torch.cuda.is_available", fail)
     findings = {finding.check: finding for finding in doctor.examine()}
-    assert len(findings) == 15
+    assert len(findings) == 16
     failed = {name: finding.state for name, finding in findings.items() if "libtorch.so is missing" in finding.found}
-    assert failed == {"CPU kernels": "missing", "GPUs": "optional", "GPUs that reach each other": "optional"}
+    of_gpus = ("GPUs", "GPUs that reach each other", "CUDA kernels")
+    assert failed == {"CPU kernels": "missing", **dict.fromkeys(of_gpus, "optional")}
 
 
 def test_doctor_outlives_a_torch_that_cannot_be_imported(tmp_path):
@@ -77,3 +81,68 @@ def test_doctor_says_where_kernels_are_kept(tmp_path, monkeypatch):
     assert finding.state == "optional"
     assert f"kept in {tmp_path}/fusco-" in finding.found
     assert all(name in finding.remedy for name in ("FUSCO_CACHE_DIR", "NUMBA_CACHE_DIR", "fusco warm-up"))
+
+
+@pytest.fixture
+def found_of(monkeypatch):
+    """Findings of checks by name, on a machine with GPUs of these compute capabilities and a driver of this number."""
+
+    def examine(name: str, capabilities: list[tuple[int, int]], driver: int | None = None, nvrtc: int | None = 13):
+        def get_version(number):
+            number._obj.value = driver
+            return 0
+
+        def load(name):
+            if driver is None:
+                raise OSError(f"{name}: cannot open shared object file")
+            return SimpleNamespace(cuDriverGetVersion=get_version)
+
+        bindings = None if nvrtc is None else SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=lambda: (0, nvrtc, 5)))
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+        monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda i: f"GPU {i}")
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+        (check,) = (check for check in doctor._CHECKS if check[0] == name)
+        return doctor._examine(*check)
+
+    return examine
+
+
+def test_doctor_says_which_gpus_are_too_old(found_of):
+    assert found_of("GPUs", [(8, 0), (9, 0)]).state == "ok"
+    old = found_of("GPUs", [(7, 5)])
+    assert (old.state, old.remedy) == ("optional", "GPUs of compute capability 8.0 (A100) or newer")
+    one_of_three = found_of("GPUs", [(9, 0), (7, 0), (8, 6)])
+    assert one_of_three.found == "GPU 0 (9.0), GPU 1 (7.0), GPU 2 (8.6); in brackets compute capability"
+    assert one_of_three.remedy.endswith("; CUDA_VISIBLE_DEVICES=0,2 leaves out others")
+
+
+@pytest.mark.parametrize(
+    ("driver", "nvrtc", "found", "remedy"),
+    [
+        (13000, 13, "for CUDA 13.0", ""),
+        (13000, 12, "for CUDA 13.0", ""),
+        (12090, 13, "for CUDA 12.9", "an NVIDIA driver for CUDA 13, 580 or newer: it loads what NVRTC 13 compiles"),
+        (11080, 12, "for CUDA 11.8", "an NVIDIA driver for CUDA 12, 525 or newer: it loads what NVRTC 12 compiles"),
+        (12090, None, "for CUDA 12.9", "an NVIDIA driver for CUDA 13, 580 or newer: it loads what NVRTC 13 compiles"),
+        (13000, 14, "for CUDA 13.0", "an NVIDIA driver for CUDA 14: it loads what NVRTC 14 compiles"),
+    ],
+)
+def test_doctor_says_which_driver_kernels_need(found_of, driver, nvrtc, found, remedy):
+    finding = found_of("CUDA driver", [(9, 0)], driver, nvrtc)
+    assert (finding.state, finding.found, finding.remedy) == ("optional" if remedy else "ok", found, remedy)
+
+
+def test_doctor_says_that_there_is_no_driver(found_of):
+    finding = found_of("CUDA driver", [])
+    assert (finding.state, finding.found) == ("optional", "none: libcuda.so.1: cannot open shared object file")
+    assert "580 or newer" in finding.remedy
+
+
+def test_doctor_compiles_for_the_gpus_that_are_there(found_of, monkeypatch):
+    compiled = []
+    monkeypatch.setattr("fusco.cuda.kernels.compiler.Compiler._compile", lambda it, *_: compiled.append(it.arch) or b"")
+    assert found_of("CUDA kernels", [(12, 0), (8, 0), (7, 0), (8, 0)]).state == "ok"
+    assert compiled == ["sm_80", "sm_120"]

@@ -1,17 +1,18 @@
 """Options of ``fusco train``: presets that go together, and names that are those of the library."""
 
-from contextlib import nullcontext
 from typing import get_args, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
 
+from fusco.cli import train as cli_train
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.train import train
 from fusco.cli.train_presets import PRESETS, Preset
+from fusco.ranks import torchrun
 from fusco.ranks.torchrun import Launched
-from fusco.train import text, world
+from fusco.train import text
 from fusco.train.job import TrainingJob
 
 
@@ -20,7 +21,7 @@ def test_option_names_are_those_of_the_library():
     assert get_args(options["activation_checkpointing"]) == get_args(job["activation_checkpointing"])
     (dtypes, _) = get_args(options["dtype"])
     assert set(get_args(dtypes)) == set(get_args(job["dtype"])) == set(get_args(get_type_hints(Preset)["dtype"]))
-    assert {name.value for name in Device} == set(get_args(job["device"]))
+    assert set(get_args(Device)) == set(get_args(job["device"]))
 
 
 def test_only_known_names_are_taken():
@@ -48,8 +49,8 @@ def test_presets_go_together_on_four_ranks(name, ep_size):
 
 def test_a_rank_of_torchrun_leaves_reading_the_text_to_its_training(monkeypatch):
     pytest.importorskip("transformers", reason="fusco train needs it")
-    monkeypatch.setattr(world, "joined_by_torchrun", lambda device: nullcontext(Launched(1, 2, 1, 2)))
-    monkeypatch.setattr(world, "run_joined", lambda job, report, **_: [])
+    monkeypatch.setattr(torchrun, "launched", lambda: Launched(1, 2, 1, 2))
+    monkeypatch.setattr(cli_train, "run_on_ranks", lambda *_, **__: None)
     monkeypatch.setattr(text, "load_text", lambda job: pytest.fail("read twice"))
     done = CliRunner().invoke(app, ["train"])
     assert done.exit_code == 0, done.exception

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from unittest import mock
 
 import pytest
 import torch
 
-from fusco.control.bootstrap import DeviceIdentity, check_devices, exchange_peer_info
+from fusco.control.bootstrap import DeviceIdentity, check_devices, exchange_peer_info, reachable_address
 from fusco.control.fingerprint import CollectiveFingerprint
 from store_gathers import on_ranks
 
@@ -67,3 +69,22 @@ def test_the_error_of_two_ranks_with_one_gpu_says_what_to_call(devices, both):
 def test_ranks_share_gpus_where_the_environment_says_so(monkeypatch):
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert exchange(["cuda:0"] * 2, {"cuda:0": "A"}) == dict.fromkeys(range(2), ["cuda:0"] * 2)
+
+
+def test_a_name_that_is_not_resolved_does_not_hold_up_the_rank(monkeypatch):
+    is_over, real = threading.Event(), socket.gethostbyname
+
+    def resolve(name):
+        return is_over.wait(60) and "127.0.0.1" if name == "storehost" else real(name)
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.setattr("fusco.control.bootstrap._RESOLVING_S", 0.05)
+    with pytest.warns(RuntimeWarning, match="the host name 'storehost' has not been resolved within 0.05 s"):
+        address = reachable_address("storehost")
+    is_over.set()
+    assert address == reachable_address("192.0.2.1")  # by the default route
+
+
+def test_a_name_that_resolves_to_this_host_gives_the_default_route(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", {"here": "127.0.0.1", "192.0.2.1": "192.0.2.1"}.__getitem__)
+    assert reachable_address("here") == reachable_address("192.0.2.1")

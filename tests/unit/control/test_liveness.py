@@ -1,12 +1,14 @@
 """Which peers are gone: killed, ended and reaped processes, and closed connections; not those that are stopped."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,32 @@ def test_closed_connections_are_seen_though_bytes_are_unread():
     assert liveness.disconnected() == ()
     for ours, theirs in pairs.values():
         ours.close(), theirs.close()
+
+
+@pytest.mark.parametrize("reused", [b"", b"0 "])
+def test_a_process_is_not_dead_because_watching_ended_meanwhile(process, monkeypatch, reused):
+    liveness, pread = Liveness({3: process.pid}), os.pread
+
+    def close_and_read(*args):
+        liveness.close()
+        return reused or pread(*args)  # the descriptor is another file's by now, or closed
+
+    monkeypatch.setattr(os, "pread", close_and_read)
+    assert not liveness.is_dead(3)
+
+
+def test_a_connection_is_not_closed_because_watching_ended_meanwhile(monkeypatch):
+    ours, theirs = socket.socketpair()
+    liveness, poll = Liveness({}), select.poll()
+    liveness.add_connections({1: ours.fileno()})
+
+    def close_and_poll(timeout):
+        liveness.close(), ours.close()
+        return poll.poll(timeout)
+
+    monkeypatch.setattr(select, "poll", lambda: SimpleNamespace(register=poll.register, poll=close_and_poll))
+    assert liveness.disconnected() == ()
+    theirs.close()
 
 
 def test_no_descriptor_is_left(process):

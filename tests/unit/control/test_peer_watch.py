@@ -11,6 +11,7 @@ from test_watchdog import Ranks
 
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.status_server import FailureReport
+from fusco.control.watchdog import Watchdog
 
 LIMIT_S = 0.05
 TRIES = 3  # this machine may be loaded
@@ -133,3 +134,14 @@ def test_a_rank_both_dead_and_disconnected_is_named_once(ranks):
     reason = f"rank 1 (pid {ranks.peers[1].pid}) is dead"
     assert ranks.others[1].failure_report == FailureReport((1,), reason, found_by=0, has_left=True)
     ours.close()
+
+
+def test_a_watch_that_fails_releases_the_device(ranks, monkeypatch):
+    failures, watched = [], Watched(ranks)
+    monkeypatch.setattr(threading, "excepthook", lambda failure: failures.append(failure.exc_value))
+
+    def fail():
+        monkeypatch.setattr(Watchdog, "has_departed_rank", property(lambda _: 1 // 0))
+
+    assert watched.seconds_to_release(fail) < SOON_S
+    assert [type(failure) for failure in failures] == [ZeroDivisionError]

@@ -10,11 +10,12 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from pkgutil import resolve_name
 
 import pytest
 import torch.distributed as dist
 
-from fusco.api.create import create
+from fusco.api.create import CommunicatorConfig, create
 from fusco.core.errors import PeerFailureError, TransportError
 from store_gathers import ThreadStoreGather, on_ranks
 
@@ -150,6 +151,85 @@ def test_a_rank_that_fails_waits_for_a_short_time_only():
     began = time.monotonic()
     on_ranks(3, lambda store_gather: store_gather.part(without=(2,)), absent=(2,))
     assert time.monotonic() - began < SLACK_S
+
+
+@pytest.mark.parametrize("reaches", ["first", "second"])
+def test_ranks_that_miss_the_value_of_a_rank_that_fails_raise_at_once(reaches):
+    def make(store_gather):
+        if store_gather.rank == 1:
+            if reaches == "second":
+                store_gather.all_gather("first", 1)
+            store_gather.part(reason="rank 1 failed: no room")
+            return None
+        store_gather.all_gather("first", 1)
+        return store_gather.all_gather("second", 1)
+
+    began = time.monotonic()
+    errors = on_ranks(3, make)
+    assert time.monotonic() - began < SLACK_S
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerFailureError)
+        assert (errors[rank].peers, errors[rank].reason) == ((1,), "rank 1 failed: no room")
+        assert errors[rank].stall.phase == reaches
+
+
+def test_ranks_that_have_all_values_do_not_raise_for_a_rank_that_fails_afterwards():
+    def make(store_gather):
+        if store_gather.rank == 0:
+            time.sleep(0.3)  # the others look for a failure meanwhile
+        values = store_gather.all_gather("first", store_gather.rank)
+        if store_gather.rank != 2:
+            store_gather.part(reason="all of them raise")
+        return values
+
+    assert list(on_ranks(3, make, timeout_s=4.0).values()) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["fusco.control.bootstrap.host_identity", "fusco.control.connect.Watchdog", "fusco.control.connect.NodeMemory"],
+)
+def test_a_rank_that_fails_alone_before_it_is_connected_is_named_at_once(monkeypatch, fault):
+    here, real = threading.local(), resolve_name(fault)
+
+    def fail_on_rank_1(*args, **kwargs):
+        if here.rank == 1:
+            raise OSError(24, "Too many open files")
+        return real(*args, **kwargs)
+
+    def make(store_gather):
+        here.rank = store_gather.rank
+        return create(store_gather, config).session.close()
+
+    config = CommunicatorConfig(
+        num_experts=2,
+        num_topk=1,
+        max_tokens_per_rank=1,
+        max_bytes_per_token=8,
+        expert_placement=None,
+        ranks_per_node=1,
+        balancer=None,
+        device="cpu",
+    )
+    monkeypatch.setattr("fusco.api.create.check_process_group", lambda group: group)
+    monkeypatch.setattr("fusco.api.create.StoreGather", lambda group, _: group)
+    monkeypatch.setattr(fault, fail_on_rank_1)
+    began = time.monotonic()
+    errors = on_ranks(2, make)
+    assert time.monotonic() - began < SLACK_S
+    assert isinstance(errors[1], OSError)
+    assert isinstance(errors[0], PeerFailureError), errors
+    assert errors[0].peers == (1,)
+    assert "rank 1 failed while it made the communicator: OSError: [Errno 24] Too many open files" in str(errors[0])
+
+
+def test_an_error_without_a_text_is_named_by_its_type():
+    class Silent(Store):
+        def _reach(self):
+            raise RuntimeError
+
+    with pytest.raises(TransportError, match="store cannot be reached: RuntimeError"):
+        ThreadStoreGather(0, 2, Silent(), 20.0).all_gather("bootstrap", 1)
 
 
 def test_no_thread_is_left_of_all_gathers_that_timed_out():

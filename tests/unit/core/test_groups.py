@@ -1,8 +1,7 @@
 """Communication groups: one rank of every node."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import Groups, Topology
 

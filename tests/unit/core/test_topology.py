@@ -1,8 +1,7 @@
 """Topology of a group: nodes from sizes and from hosts."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import Topology
 

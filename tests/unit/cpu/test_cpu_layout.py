@@ -6,8 +6,7 @@ import itertools
 from dataclasses import astuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.control.layout import SegmentSizes

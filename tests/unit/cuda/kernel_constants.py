@@ -46,7 +46,7 @@ def plan(
     )
 
 
-def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int, is_early: int = 0) -> Constants:
+def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int, is_early: int = 0, is_streamed: int = 0) -> Constants:
     return constants_of(
         scatter_type(num_ranks, len(row_bytes)),
         num_ranks,
@@ -56,6 +56,7 @@ def scatter_rows(num_ranks: int, num_topk: int, *row_bytes: int, is_early: int =
         PAYLOAD_BYTES=",".join(map(str, row_bytes)),
         VECTOR_BYTES=",".join(str(vector_bytes(size)) for size in row_bytes),
         UNROLL=8,
+        IS_STREAMED=is_streamed,
         IS_EARLY=is_early,
     )
 
@@ -148,6 +149,8 @@ GRID: dict[str, list[Constants]] = {
         scatter_rows(8, 8, 14336, is_early=1),
         scatter_rows(1, 1, 8, is_early=1),
         scatter_rows(8, 8, 7168, 224, is_early=1),
+        scatter_rows(8, 8, 14336, is_streamed=1),
+        scatter_rows(2, 8, 7168, 224, is_early=1, is_streamed=1),
         scatter_rows(2, 32, 12),
         scatter_rows(4, 8, 6),
         scatter_rows(8, 32, 1001),

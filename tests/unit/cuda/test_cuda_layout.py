@@ -6,8 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS

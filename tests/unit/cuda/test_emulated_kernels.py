@@ -24,8 +24,7 @@ from fusco.cuda import tuning
 from fusco.cuda.arena import Arena
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import stall_of
-from fusco.cuda.kernels import combine_rows as combine_kernel
-from fusco.cuda.kernels import plan as plan_kernel
+from fusco.cuda.kernels import combine_rows as combine_kernel, plan as plan_kernel
 from fusco.cuda.kernels.abi import MAX_PARTS
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scenes import ID_LAYOUTS, NUM_EXPERTS, PAYLOADS, Play, Scene, made_on, play
 from simulated_device import Machine
 from simulated_kernels import SimulatedKernel

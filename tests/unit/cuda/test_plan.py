@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from comparison import assert_same_bits
 from fusco.core.placement import ExpertPlacement

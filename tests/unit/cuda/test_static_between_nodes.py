@@ -10,8 +10,7 @@ import pytest
 import torch
 from emulated_scenes import EPOCHS, Emulated
 from emulator import is_available
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scenes import PAYLOADS, Play, Scene, made_on, play
 from simulated_nodes import Rank, SimulatedWatch
 

@@ -1,7 +1,9 @@
 """Commands about PCIe links on a machine without GPUs."""
 
 import json
+from contextlib import closing
 
+import pytest
 from typer.testing import CliRunner
 
 from fusco.cli.main import app
@@ -30,3 +32,25 @@ def test_links_are_shown_as_rails(tmp_path):
         ("gpu0 to host", True, 1),
         ("host to gpu0", True, 0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "heading"),
+    [((), "rails of this host: no worker is registered"), (("--links",), "PCIe links of GPUs of this host: no GPU is")],
+)
+def test_without_workers_no_table_is_shown(tmp_path, kind, heading):
+    path = tmp_path / "board"
+    with closing(Board(path)):
+        done = CliRunner().invoke(app, ("rails", *kind, "--board", str(path), "--once", "--interval", "0.05"))
+    assert done.output.startswith(heading)
+    assert done.output.count("\n") == 1
+
+
+def test_headings_of_links_name_links_and_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # else the table leaves out letters
+    with closing(Board(tmp_path / "board")) as board, closing(BoardRow(board, 0, 1, [NamedRail("gpu0 to host", 0)])):
+        arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05")
+        lines = CliRunner().invoke(app, arguments).output.splitlines()
+    assert lines[0].strip() == "PCIe links of GPUs of this host"
+    assert {"link", "GPU"} < set(lines[3].split())
+    assert "worker" not in lines[3]

@@ -6,8 +6,7 @@ import ctypes
 import os
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from simulated_copiers import MB, Host
 from simulated_gpus import GB, PCIE, SimulatedGpus
 

@@ -108,7 +108,7 @@ def test_everything_is_given_back_though_one_relay_fails(tmp_path):
 def test_a_watch_that_does_not_end_is_an_error_in_time(tmp_path):
     host, go_on = Host(tmp_path), threading.Event()
     copier = host.open(0, timeout_s=0.1)
-    copier._links._keeper = stuck = threading.Thread(target=go_on.wait)
+    copier.links._keeper = stuck = threading.Thread(target=go_on.wait)
     stuck.start()
     with pytest.raises(
         FuscoError, match=r"GPU 0 could not give back its relays: .* did not end within 0.1 s; it waits"
@@ -117,7 +117,7 @@ def test_a_watch_that_does_not_end_is_an_error_in_time(tmp_path):
     assert all(relay.is_open for relay in copier.relays)
     go_on.set()
     stuck.join()
-    copier._links.close()
+    copier.links.close()
     assert not any(relay.is_open for relay in copier.relays)
 
 

@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco.core import c_library
 from fusco.core.c_library import compile_c, load_c_library

@@ -7,8 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import BALANCERS, Groups, Lanes, Topology, Traffic
 from fusco.planner.balancer import balance_by_rotation, balance_send_and_receive, balance_static, checked_balancer

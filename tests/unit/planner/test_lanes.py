@@ -7,8 +7,7 @@ import time
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import Lanes, Topology, Traffic
 from fusco.planner.balancer import balance_static

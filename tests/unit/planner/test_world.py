@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from fusco.rails.board import Board, LockHeldError
 from fusco.rails.board_row import BoardRow
 from fusco.rails.monitor import ActivityMonitor, CompletionMonitor
 from fusco.rails.rail import Rail
+from fusco.rails.usage import UsageReader
 
 RAILS = [Rail(f"eth{i}", f"10.0.0.{i + 1}", (i,), 2_000_000_000) for i in range(3)]
 
@@ -137,6 +139,29 @@ def test_rows_of_dead_workers_are_reset(board, path):
     board.reset_dead()
     assert [each.worker for each in board.workers()] == [0]
     assert (monitor.idle_to_send(), row.take(0, 2)) == (0b111, True)
+
+
+def test_a_worker_registers_where_later_workers_see_it(path, board):
+    Board(path).close()  # the last user so far
+    assert not path.exists()
+    row, later = row_of(board, 1), Board(path)
+    row.post(1)
+    assert [(each.worker, later.cell(each.row, 1)[layout.POSTED]) for each in later.workers()] == [(1, 1)]
+    row.close()
+    later.close()
+
+
+def test_a_reader_follows_a_board_that_its_last_worker_has_removed(path):
+    with closing(UsageReader(path)) as reader:
+        for num_bytes in (7000, 5000):
+            with closing(Board(path)) as job, closing(row_of(job, 1)) as row:
+                assert [(use.worker, use.sent_mb_per_s) for use in reader.read()] == [(1, 0)]
+                row.post(1)
+                row.complete(1, num_bytes)
+                assert [use.sent_mb_per_s > 0 for use in reader.read()] == [True]
+            assert not path.exists()
+            assert reader.read() == []
+    assert not path.exists()
 
 
 def test_the_last_one_removes_the_file(path):

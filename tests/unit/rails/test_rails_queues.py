@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco.rails.receive_queue import ReceiveQueue
 from fusco.rails.request import Request

@@ -1,8 +1,7 @@
 """The choice of a rail: hand-written cases, then its laws for any state."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco.rails.limits import Limits
 from fusco.rails.schedule import POLICIES, WAIT, Policy, View, policy_named, rails_of

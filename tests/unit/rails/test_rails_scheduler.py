@@ -1,8 +1,7 @@
 """The scheduler of a channel: batches, credits, borrowed chunks on the board; hypothesis plays hosts of workers."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fusco.rails.board import Board
 from fusco.rails.board_row import BoardRow

@@ -291,17 +291,41 @@ def test_a_worker_without_a_rail(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.fixture
+def no_garbage_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_without_descriptors_an_endpoint_says_so_and_leaves_nothing(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for num in range(5):  # two for the board, a socket, two of the loop
         with (
             descriptors_left(num),
-            pytest.raises(FuscoError, match=r"(board of rails|worker 0 cannot use rails).*: Too many open files; "),
+            pytest.raises(
+                FuscoError, match=r"(board of rails|worker 0 cannot use rails).*: Too many open files; "
+            ) as error,
         ):
             Endpoint(worker=0, rails=RAILS, board=tmp_path / "a")
-        gc.collect()
+        assert error.tb is not None  # which refers to the endpoint
         assert len(os.listdir("/proc/self/fd")) == before, num
         assert (tmp_path / "a").exists() == (num == 1), num  # an empty board, which its next user removes
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_without_threads_an_endpoint_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(TransportError, match=r"worker 0 cannot use rails: can't start new thread") as error:
+        Endpoint(worker=0, rails=RAILS, board=tmp_path / "a")
+    assert error.tb is not None  # which refers to the endpoint
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not (tmp_path / "a").exists()
 
 
 def test_rails_are_connected_once_there_are_descriptors_again(tmp_path):

@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fusco import Topology
 from fusco.engine.all_to_all import cut_flow
@@ -23,7 +22,8 @@ class Rank:
     """Memories of a rank, in which every byte of a message has a unique number, and its remaining messages."""
 
     def __init__(self, rank_schedule, rank, rank_bytes, slice_bytes):
-        self.memories = [np.full(size, UNWRITTEN) for size in rank_schedule.memory_bytes]
+        ends = (rank_bytes[rank].sum(), rank_bytes[:, rank].sum())  # INPUT, OUTPUT
+        self.memories = [np.full(size, UNWRITTEN) for size in (*ends, *rank_schedule.spare_bytes)]
         self.memories[INPUT][:] = labels(rank_bytes, [(rank, dst) for dst in range(len(rank_bytes))])
         self.filled = [0] * rank_schedule.num_regions
         within, across = rank_schedule.sends_within, rank_schedule.sends_across

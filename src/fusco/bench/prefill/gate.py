@@ -20,7 +20,7 @@ _CHUNK = 256  # tokens whose logits are compared at once
 
 @dataclass
 class Deviation:
-    """How far a variant is from the reference, over all tokens of a rank."""
+    """Deviation of a variant from the reference, over all tokens of a rank."""
 
     layer: float = 0.0  # the largest error of a token's output in any layer, relative to the norm of the reference
     logits: float = 0.0  # the largest error of a token's logits

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -19,24 +19,19 @@ _OUTLIER = 1.3  # times the median
 _MIB = 1 << 20
 
 
-@dataclass
-class CallClock:
-    """Times of calls by the host's clock, and by the device's while ``sections`` is on."""
+class CallClock(SectionTimer):
+    """Times of calls by the host's clock, and by the device's while it is on."""
 
-    sections: SectionTimer
-    marks: list[tuple[str, float]] = field(default_factory=list)  # a name and seconds, for each begin and each end
+    is_on = False
 
-    def mark(self, name: str) -> None:
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.calls: list[tuple[str, float]] = []  # a name and seconds, for each begin and each end
+
+    def mark(self, section: str) -> None:
         """Begin a call, or end the one that has begun."""
-        self.marks.append((name, time.perf_counter()))
-        self.sections.mark(name)
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Mark a call around the block."""
-        self.mark(name)
-        yield
-        self.mark(name)
+        self.calls.append((section, time.perf_counter()))
+        super().mark(section)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +57,16 @@ def measure(align: Callable[[], object], work: Callable[[], object], clock: Call
     before, used = resource.getrusage(resource.RUSAGE_THREAD), _device_memory(device)
     with _collections() as collections_s:
         align()
-        clock.marks.clear()
+        clock.calls.clear()
         collections_s.clear()
         cpu, start = time.thread_time(), time.perf_counter()
         work()
         end, cpu = time.perf_counter(), time.thread_time() - cpu
     now, after = resource.getrusage(resource.RUSAGE_THREAD), _device_memory(device)
-    calls = _calls(clock.marks)
+    calls = _calls(clock.calls)
     longest = max(calls, key=lambda call: call[1], default=("none", 0.0))
     sums = {verb: sum(took for name, took in calls if name.startswith(verb)) for verb in ("dispatch", "combine")}
-    last = clock.marks[-1][1] if clock.marks else start
+    last = clock.calls[-1][1] if clock.calls else start
     return Iteration(
         ms=_ms(end - start),
         dispatch_ms=_ms(sums["dispatch"]),

@@ -39,7 +39,7 @@ def prefill_rank(
     Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
-    reporter, records = ProgressReporter.of_rank(rank, progress_port), []
+    reporter, records = ProgressReporter(rank, progress_port), []
     with torch.no_grad(), ExitStack() as stack:
         model = PrefillModel(job, rank)
         reference = reference_layers(group, model.experts)
@@ -151,11 +151,10 @@ class PrefillBench:
         rounds: dict[str, list[list[float]]] = {variant.name: [] for variant in variants}
         for _ in range(_NUM_SECTIONED):
             for variant in variants:
-                sections = variant.clock.sections
-                sections.is_on = True
+                variant.clock.is_on = True
                 took = self._iteration(prompts, variant).ms
-                sections.is_on = False
-                sections_ms = [seconds * 1e3 for seconds in sections.take_s(names[:2]).values()]
+                variant.clock.is_on = False
+                sections_ms = [seconds * 1e3 for seconds in variant.clock.take_s(names[:2]).values()]
                 means = torch.tensor([*sections_ms, took], dtype=torch.float64, device="cpu")
                 dist.all_reduce(means, group=self._group)
                 rounds[variant.name].append((means / self._job.num_ranks).tolist())

@@ -1,4 +1,4 @@
-"""What moves tokens between experts: fusco, PyTorch's all-to-all, transformers' expert parallelism, DeepEP.
+"""Variants of the exchange of tokens: fusco, PyTorch's all-to-all, transformers' expert parallelism, DeepEP.
 
 Each variant replaces the ``forward`` of a layer's experts. Dispatchers run this rank's experts as one grouped product
 on expert-major rows; transformers' expert parallelism runs its own.
@@ -27,7 +27,6 @@ from fusco.bench.prefill.dispatchers import (
 )
 from fusco.bench.prefill.iterations import CallClock
 from fusco.bench.prefill.job import PrefillJob
-from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import Launch, Settings
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
@@ -88,14 +87,12 @@ class Variant:
     name: str  # of ``VARIANTS``
     layers: Sequence[Layer]  # in place of each layer's experts: hidden states, ids and weights to weighted sums
     clock: CallClock  # of its dispatches and combines
-    dispatcher: Dispatcher | None  # ``None`` for transformers
+    dispatcher: TimedDispatcher | None  # ``None`` for transformers
 
     def set_static_rows(self, num_rows: int) -> None:
         """Set the rows of static outputs, where the variant has them."""
-        if self.dispatcher and isinstance(self.dispatcher, TimedDispatcher):
-            inner = self.dispatcher.inner
-            if isinstance(inner, StaticDispatcher):
-                inner.num_rows = num_rows
+        if self.dispatcher and isinstance(self.dispatcher.inner, StaticDispatcher):
+            self.dispatcher.inner.num_rows = num_rows
 
     def synchronize(self) -> None:
         """Wait for everything that was moved; raises if something did not arrive."""
@@ -118,7 +115,7 @@ def reference_layers(group: dist.ProcessGroup, experts: Sequence[Experts]) -> li
 def _make(
     name: str, job: PrefillJob, group: dist.ProcessGroup, experts: Sequence[Experts], stack: ExitStack
 ) -> Variant:
-    clock = CallClock(SectionTimer(job.device, is_on=False))
+    clock = CallClock(job.device)
     if name == "transformers":
         return Variant(name, _transformers_layers(job, experts, clock), clock, None)
     dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)

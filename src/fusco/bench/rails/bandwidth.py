@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
 from fusco.testbed import Testbed
-
-_SINK_BYTES = 16 << 20
-START_S = 0.1  # from the order to begin to the beginning, which all workers know by then
 
 
 def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
@@ -18,12 +15,11 @@ def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report:
     for name in policies:
         for num_rails in [1] if name == "direct" else range(1, bed.layout.num_rails + 1):
             with Crew(bed, VARIANTS[name], num_rails=num_rails) as crew:
-                sender, receiver = crew.hire((0, 0), (1, 0))
-                crew.connect([(sender, receiver)])
+                (sender,), (receiver,) = crew.hire_pairs(1)
                 before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
-                receiver.begin(roles.sink, _SINK_BYTES)
+                receiver.begin(roles.sink)
                 sender.begin(roles.flow, time.monotonic() + START_S, seconds)
-                speed = sender.result().gbytes_per_s
+                speed = sender.result()
                 receiver.result()
                 carried = [bed.counters(0, rail).sent_bytes - before[rail] for rail in range(num_rails)]
             fair = sum(carried) / num_rails

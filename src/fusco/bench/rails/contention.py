@@ -1,14 +1,13 @@
-"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7 and Table 2)."""
+"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7, Table 2, section 4.3.2)."""
 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member
 from fusco.bench.rails.record import Report, line_rate, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Policy
 from fusco.testbed import Testbed
@@ -57,28 +56,49 @@ def measure_steps(bed: Testbed, _policies: list[str], seconds: float, report: Re
         report(str(case), name, run(bed, policy, limits, case, seconds))
 
 
+def measure_incast(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure a flow of host 0 and a victim of host 2, both to host 1, with and without its idle rails in its credits.
+
+    The victim's rail is idle on host 0, so only the receiver knows that it is busy.
+    """
+    variants = [VARIANTS[name] for name in policies]
+    variants += [
+        replace(policy, name=f"{policy.name}, no mask", heeds_receiver=False)
+        for policy in variants
+        if policy.monitored and policy.name != "nccl"
+    ]
+    for policy in variants:
+        with Crew(bed, policy, num_rails=2) as crew:
+            senders, sinks = crew.hire((0, 0), (2, 1)), crew.hire((1, 0), (1, 1))
+            crew.connect(list(zip(senders, sinks, strict=True)))
+            of_victim, speed = send(senders, sinks, scaled(16_000_000, bed), 0.3, seconds)
+        report("victim of another host, 16 MB / 300 ms", policy.name, {**of_victim, "flow GB/s": speed})
+
+
 def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds: float) -> dict[str, float]:
     """Run flows and victim; each has a sink of the same number on the other host."""
-    workers, victim_bytes = range(case.num_flows + 1), scaled(case.victim_bytes, bed)
-    with Crew(bed, policy, limits, num_rails=len(workers)) as crew, ExitStack() as waiting:
-        senders = crew.hire(*((0, worker) for worker in workers))
-        receivers = crew.hire(*((1, worker) for worker in workers))
-        crew.connect(list(zip(senders, receivers, strict=True)))
-        for receiver in receivers:
-            receiver.begin(roles.sink, 16 << 20)
-            waiting.callback(receiver.result)
-        begin = time.monotonic() + START_S
-        for sender in senders[:-1]:
-            sender.begin(roles.flow, begin, seconds)
-        warm_up = min(0.5, seconds / 4)
-        arrivals = [i * case.period_s for i in range(max(1, int((seconds - warm_up) / case.period_s)))]
-        senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
-        latencies = senders[-1].result()
-        speed = sum(sender.result().gbytes_per_s for sender in senders[:-1])
-    left = len(workers) * line_rate(bed) - victim_bytes / case.period_s / 1e9
-    return {
-        "victim mean ms": 1e3 * sum(latencies) / len(latencies),
-        "victim p99 ms": percentile_ms(latencies, 99),
-        "flows GB/s": speed,
-        "of what is left": speed / left,
-    }
+    num_rails, victim_bytes = case.num_flows + 1, scaled(case.victim_bytes, bed)
+    with Crew(bed, policy, limits, num_rails=num_rails) as crew:
+        senders, sinks = crew.hire_pairs(num_rails)
+        of_victim, speed = send(senders, sinks, victim_bytes, case.period_s, seconds)
+    left = num_rails * line_rate(bed) - victim_bytes / case.period_s / 1e9
+    return {**of_victim, "flows GB/s": speed, "of what is left": speed / left}
+
+
+def send(
+    senders: Sequence[Member], sinks: Sequence[Member], victim_bytes: int, period_s: float, seconds: float
+) -> tuple[dict[str, float], float]:
+    """Send as flows and, the last sender, as the victim; return the victim's results, and the GB/s of all flows."""
+    for sink in sinks:
+        sink.begin(roles.sink)
+    begin, warm_up = time.monotonic() + START_S, min(0.5, seconds / 4)
+    for flow in senders[:-1]:
+        flow.begin(roles.flow, begin, seconds)
+    arrivals = [i * period_s for i in range(max(1, int((seconds - warm_up) / period_s)))]
+    senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
+    latencies = senders[-1].result()
+    speed = sum(flow.result() for flow in senders[:-1])
+    for sink in sinks:
+        sink.result()
+    means = {"victim mean ms": 1e3 * sum(latencies) / len(latencies), "victim p99 ms": percentile_ms(latencies, 99)}
+    return means, speed

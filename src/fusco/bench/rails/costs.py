@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import Crew
+from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.record import Report, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Rail
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
@@ -68,10 +67,9 @@ def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Re
         if not POLICIES[name].monitored:
             continue
         with Crew(bed, POLICIES[name], num_rails=2) as crew:
-            senders, receivers = crew.hire((0, 0), (0, 1)), crew.hire((1, 0), (1, 1))
-            crew.connect(list(zip(senders, receivers, strict=True)))
+            senders, receivers = crew.hire_pairs(2)
             for receiver in receivers:
-                receiver.begin(roles.sink, 16 << 20)
+                receiver.begin(roles.sink)
             begin = time.monotonic() + START_S
             arrivals = [0.3 + i * _PERIOD_S for i in range(max(1, int((seconds - 0.5) / _PERIOD_S)))]
             senders[0].begin(roles.flow, begin, seconds)

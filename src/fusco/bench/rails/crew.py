@@ -17,12 +17,13 @@ from fusco.testbed import Namespaces, Testbed
 
 #: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
 VARIANTS = {**POLICIES, "nccl": replace(POLICIES["fuselink"], name="nccl")}
+START_S = 0.1  # from the order to begin to the beginning, which all workers know by then
 _ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is and what it knows of its host."""
+    """Place of a worker in the testbed, with the rails and settings of its host."""
 
     host: int  # host of the testbed
     worker: int  # number on that host; it owns rail ``worker``
@@ -36,7 +37,7 @@ class Member:
     """A worker, as seen by the benchmark: calls run in its process, one at a time."""
 
     def __init__(self, place: Place, namespaces: Namespaces) -> None:
-        self.place, self._error = place, ""
+        self.place = place
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fusco.bench.rails.roles"])
         self._pipe, theirs = context.Pipe()
@@ -92,7 +93,7 @@ class Crew:
         """Return the board of a host."""
         return Path(self._boards.name) / str(host)
 
-    def hire(self, *places: tuple[int, int], policy: Policy | None = None) -> list[Member]:
+    def hire(self, *places: tuple[int, int]) -> list[Member]:
         """Start a worker at each place, (host, worker)."""
         layout = self._bed.layout
         for host, worker in places:
@@ -100,9 +101,15 @@ class Crew:
                 Rail(self._bed.interface(i), self._bed.address(host, i), (i,), layout.rate)
                 for i in range(self._num_rails)
             )
-            place = Place(host, worker, rails, policy or self._policy, self._limits, self.board(host))
+            place = Place(host, worker, rails, self._policy, self._limits, self.board(host))
             self._members[host, worker] = Member(place, self._bed.namespaces(host))
         return [self._members[each] for each in places]
+
+    def hire_pairs(self, num: int) -> tuple[list[Member], list[Member]]:
+        """Start ``num`` workers on each of hosts 0 and 1, and connect those of equal numbers."""
+        hosts = [self.hire(*((host, worker) for worker in range(num))) for host in (0, 1)]
+        self.connect(list(zip(*hosts, strict=True)))
+        return hosts[0], hosts[1]
 
     def connect(self, pairs: Sequence[tuple[Member, Member]]) -> None:
         """Connect workers: each pair gets a channel, which both have as their next one."""

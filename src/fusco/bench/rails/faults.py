@@ -7,8 +7,7 @@ import time
 from itertools import pairwise
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate
 from fusco.rails.board import TX_BYTES, Board
 from fusco.testbed import Testbed
@@ -36,8 +35,7 @@ def flap(bed: Testbed, policy: str, seconds: float) -> dict[str, float]:
     num_rails, rng = bed.layout.num_rails, random.Random(0)  # noqa: S311  no secret
     down: dict[int, int] = {}  # rail to host
     with Crew(bed, VARIANTS[policy]) as crew:
-        sender, receiver = crew.hire((0, 0), (1, 0))
-        crew.connect([(sender, receiver)])
+        (sender,), (receiver,) = crew.hire_pairs(1)
         receiver.begin(roles.checked_sink)
         begin = time.monotonic() + START_S
         sender.begin(roles.checked_flow, begin, seconds + 2 * _PHASE_S)
@@ -80,10 +78,9 @@ def flap(bed: Testbed, policy: str, seconds: float) -> dict[str, float]:
 def kill(bed: Testbed, policy: str) -> float:
     """Return the seconds from the death of a rail's owner, which was sending, to 1 MB of another worker on its rail."""
     with Crew(bed, VARIANTS[policy], num_rails=2) as crew:
-        senders, receivers = crew.hire((0, 0), (0, 1)), crew.hire((1, 0), (1, 1))
-        crew.connect(list(zip(senders, receivers, strict=True)))
+        senders, receivers = crew.hire_pairs(2)
         for receiver, sender in zip(receivers, senders, strict=True):
-            receiver.begin(roles.sink, 16 << 20)
+            receiver.begin(roles.sink)
             sender.begin(roles.flow, time.monotonic() + START_S, 3.0)
         time.sleep(START_S + 0.7)
         board = Board(crew.board(0))

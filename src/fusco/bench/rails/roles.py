@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails.crew import Office
@@ -21,22 +20,9 @@ _BARRIER_S = 60.0
 _STOP = b""  # a message without bytes ends a sink
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What a flow has moved: bytes that were delivered within ``seconds``."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def gbytes_per_s(self) -> float:
-        """Speed in GB/s (1e9 bytes)."""
-        return self.num_bytes / self.seconds / 1e9
-
-
-def sink(office: Office, max_bytes: int, channel: int = 0) -> int:
+def sink(office: Office, max_bytes: int = _FLOW_BYTES) -> int:
     """Receive messages of up to ``max_bytes`` until an empty one comes; return the bytes received."""
-    link, buffer, total = office.channels[channel], bytearray(max_bytes), 0
+    link, buffer, total = office.channels[0], bytearray(max_bytes), 0
     posted = deque(link.irecv(buffer) for _ in range(_NUM_POSTED))
     while num_bytes := posted.popleft().wait():
         total += num_bytes
@@ -44,9 +30,9 @@ def sink(office: Office, max_bytes: int, channel: int = 0) -> int:
     return total
 
 
-def flow(office: Office, begin_s: float, seconds: float, channel: int = 0) -> Moved:
-    """Send for ``seconds`` from ``begin_s`` (of time.monotonic) on as fast as possible."""
-    link, memory = office.channels[channel], bytes(_FLOW_BYTES)
+def flow(office: Office, begin_s: float, seconds: float) -> float:
+    """Send for ``seconds`` from ``begin_s`` (of time.monotonic) on as fast as possible; return the GB/s (1e9 bytes)."""
+    link, memory = office.channels[0], bytes(_FLOW_BYTES)
     time.sleep(max(0.0, begin_s - time.monotonic()))
     begin, moved, last = time.monotonic(), 0, 0.0
     under_way = deque(link.isend(memory) for _ in range(_FLOW_DEPTH))
@@ -58,14 +44,12 @@ def flow(office: Office, begin_s: float, seconds: float, channel: int = 0) -> Mo
     for each in under_way:
         each.wait()
     link.isend(_STOP).wait()
-    return Moved(moved, last - begin)
+    return moved / (last - begin) / 1e9
 
 
-def stream(
-    office: Office, begin_s: float, arrivals_s: Sequence[float], sizes: Sequence[int], channel: int = 0
-) -> list[float]:
+def stream(office: Office, begin_s: float, arrivals_s: Sequence[float], sizes: Sequence[int]) -> list[float]:
     """Send a message at each arrival (seconds after ``begin_s``); return seconds from its arrival to its delivery."""
-    link, memory = office.channels[channel], memoryview(bytes(max(sizes)))
+    link, memory = office.channels[0], memoryview(bytes(max(sizes)))
     requests = []
     for arrival, size in zip(arrivals_s, sizes, strict=True):
         time.sleep(max(0.0, begin_s + arrival - time.monotonic()))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 
 import numpy as np
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.bandwidth import START_S
-from fusco.bench.rails.crew import VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew
 from fusco.bench.rails.record import Report, line_rate, percentile_ms
 from fusco.rails import Policy
 from fusco.testbed import Testbed
@@ -38,7 +36,9 @@ def poisson(seconds: float, load: float, bytes_per_s: float, mean_bytes: int, se
     while (now := now + rng.expovariate(load * bytes_per_s / mean_bytes)) < seconds:
         times.append(now)
         sizes.append(max(1, int(rng.lognormvariate(mu, _SIGMA))))
-    return _with_load(times, sizes, load, bytes_per_s, seconds)
+    # Sizes are scaled so that short runs have the load, too; their sum varies much from seed to seed.
+    scale = load * bytes_per_s * seconds / max(1, sum(sizes))
+    return Arrivals(times, [max(1, int(size * scale)) for size in sizes])
 
 
 def azure(seconds: float, load: float, bytes_per_s: float, mean_bytes: int, instance: int) -> Arrivals:
@@ -54,12 +54,6 @@ def azure(seconds: float, load: float, bytes_per_s: float, mean_bytes: int, inst
     scale = seconds * (1 - 1 / count) / max(times[-1], 1e-9)
     sizes = np.maximum(1, lengths * (mean_bytes / lengths.mean())).astype(int)
     return Arrivals([float(each * scale) for each in times], [int(size) for size in sizes])
-
-
-def _with_load(times: list[float], sizes: list[int], load: float, bytes_per_s: float, seconds: float) -> Arrivals:
-    """Scale sizes so that short runs have the load, too; their sum varies much from seed to seed."""
-    scale = load * bytes_per_s * seconds / max(1, sum(sizes))
-    return Arrivals(times, [max(1, int(size * scale)) for size in sizes])
 
 
 def measure_serving(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
@@ -88,17 +82,16 @@ def run(bed: Testbed, policy: Policy, arrivals: list[Arrivals]) -> list[float]:
     """Return seconds from arrival to delivery at all ranks of every request of every instance."""
     num_rails = bed.layout.num_rails
     ranks_per_instance = num_rails // len(arrivals)
-    with Crew(bed, policy) as crew, ExitStack() as waiting:
-        senders = crew.hire(*((0, worker) for worker in range(num_rails)))
-        receivers = crew.hire(*((1, worker) for worker in range(num_rails)))
-        crew.connect(list(zip(senders, receivers, strict=True)))
+    with Crew(bed, policy) as crew:
+        senders, receivers = crew.hire_pairs(num_rails)
         for receiver in receivers:
             receiver.begin(roles.sink, max(max(each.sizes) for each in arrivals))
-            waiting.callback(receiver.result)
         begin = time.monotonic() + START_S
         for worker, sender in enumerate(senders):
             each = arrivals[worker // ranks_per_instance]
             sender.begin(roles.stream, begin, each.times_s, each.sizes)
         by_rank = [sender.result() for sender in senders]
+        for receiver in receivers:
+            receiver.result()
     instances = [by_rank[i : i + ranks_per_instance] for i in range(0, num_rails, ranks_per_instance)]
     return [max(ranks) for instance in instances for ranks in zip(*instance, strict=True)]

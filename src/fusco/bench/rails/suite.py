@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from fusco.bench.rails.bandwidth import measure_bandwidth
-from fusco.bench.rails.contention import measure_contention, measure_steps
+from fusco.bench.rails.contention import measure_contention, measure_incast, measure_steps
 from fusco.bench.rails.costs import measure_change, measure_costs
 from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
 from fusco.bench.rails.faults import measure_flapping, measure_killing
-from fusco.bench.rails.incast import measure_incast
 from fusco.bench.rails.record import RailsRecord, Report
 from fusco.bench.rails.serving import measure_serving
 from fusco.testbed import Testbed
@@ -44,24 +43,23 @@ BENCHMARKS: dict[str, Benchmark] = {
 _OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killing")  # traffic in one direction only
 
 
-@dataclass(frozen=True)
-class RailsSuite:
-    """What to measure, and on which testbed."""
+def run_suite(
+    names: Sequence[str],
+    policies: Sequence[str],
+    layout: tuple[int, str],
+    seconds: float | None,
+    show: Callable[[RailsRecord], None],
+) -> None:
+    """Run benchmarks by name and call ``show`` with each record as soon as it is there.
 
-    names: Sequence[str]  # of ``BENCHMARKS``
-    policies: Sequence[str]  # of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin
-    num_rails: int  # rails of each host
-    rate: str  # of a rail, for example ``"2gbit"``
-    seconds: float | None = None  # of a case; by default each benchmark's own
-
-    def run(self, show: Callable[[RailsRecord], None]) -> None:
-        """Measure; ``show`` is called with each record as soon as it is there."""
-        for name in self.names:
-            benchmark = BENCHMARKS[name]
-            with Testbed(benchmark.num_hosts, self.num_rails, self.rate) as bed:
-                report = partial(_report, show, name, bed)
-                policies = [each for each in self.policies if each != "nccl" or name in _OF_PLUGIN]
-                benchmark.measure(bed, policies, self.seconds or benchmark.seconds, report)
+    ``policies`` are names of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin. ``layout`` is the number of rails
+    of a host and their rate, such as ``"2gbit"``. A case takes ``seconds``, by default each benchmark's.
+    """
+    for name in names:
+        benchmark = BENCHMARKS[name]
+        with Testbed(benchmark.num_hosts, *layout) as bed:
+            allowed = [each for each in policies if each != "nccl" or name in _OF_PLUGIN]
+            benchmark.measure(bed, allowed, seconds or benchmark.seconds, partial(_report, show, name, bed))
 
 
 def _report(

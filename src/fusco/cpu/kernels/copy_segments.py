@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,21 +51,31 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
     _concatenate(addresses, num_bytes, dst.data_ptr())
 
 
+@dataclass(frozen=True, slots=True)
+class ContiguousMemory:
+    """Contiguous memory, with the copies of ``SegmentMemory``; ``address`` is that of its first byte."""
+
+    address: int
+
+    def read(self, first: int, num_bytes: int, target: int) -> None:
+        """See ``SegmentMemory``."""
+        ctypes.memmove(target, self.address + first, num_bytes)
+
+    def write(self, first: int, num_bytes: int, source: int) -> None:
+        """See ``SegmentMemory``."""
+        ctypes.memmove(self.address + first, source, num_bytes)
+
+
 class SegmentMemory:
-    """Pieces of memory as one memory of bytes, in their order: their addresses, and where each ends in it."""
+    """Segments of several tensors as one memory of bytes, in their order."""
 
-    def __init__(self, addresses: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], owners: object) -> None:
-        """``owners`` keep the memory."""
-        self._addresses, self._ends, self._owners = addresses, ends, owners
-
-    @classmethod
-    def of(cls, parts: Sequence[Segments]) -> SegmentMemory:
-        """Return the segments of several tensors."""
+    def __init__(self, parts: Sequence[Segments]) -> None:
+        self._parts = parts  # which keep their memory
         found = [part.descriptors for part in parts]
         offsets = [part.memory.data_ptr() + of.offset_bytes.numpy() for part, of in zip(parts, found, strict=True)]
         none = np.zeros(0, np.int64)
-        sizes = np.concatenate([none, *(of.num_bytes.numpy() for of in found)])
-        return cls(np.concatenate([none, *offsets]), sizes.cumsum(), parts)
+        self._addresses = np.concatenate([none, *offsets])
+        self._ends = np.concatenate([none, *(of.num_bytes.numpy() for of in found)]).cumsum()
 
     def read(self, first: int, num_bytes: int, target: int) -> None:
         """Copy bytes from ``first`` on to an address."""

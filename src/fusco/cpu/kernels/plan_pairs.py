@@ -51,18 +51,10 @@ def plan_pairs(
     pairs = np.empty((3, num_pairs), np.int64)
     _assign_slots(routing.topk_idx.numpy(), tables, pairs)
     to_row, to_k, to_slot = torch.from_numpy(pairs)
-    distribution = ExpertDistribution(
-        to_row,
-        to_k,
-        to_slot,
-        torch.from_numpy(tables.num_rows_per_expert),
-        tuple(tables.block_to_first_slot.tolist()),
-        num_needed,
-        num_needed if static_rows is None else static_rows,
-    )
-    return PlannedPairs(
-        distribution, torch.from_numpy(tables.row_to_first_pair), torch.from_numpy(tables.row_to_locals)
-    )
+    counts, first_slots = torch.from_numpy(tables.num_rows_per_expert), tuple(tables.block_to_first_slot.tolist())
+    num_slots = num_needed if static_rows is None else static_rows
+    distribution = ExpertDistribution(to_row, to_k, to_slot, counts, first_slots, num_needed, num_slots)
+    return PlannedPairs(distribution, *map(torch.from_numpy, (tables.row_to_first_pair, tables.row_to_locals)))
 
 
 class _Tables(NamedTuple):

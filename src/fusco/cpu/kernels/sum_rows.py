@@ -159,7 +159,6 @@ def _reduce(terms: Any, row: int, total: Any) -> None:
 
 @compiled(nogil=True)
 def _slot(rings: Any, local: int, count: int, num_rows: int, scratch: Any) -> Any:
-    """Return a slot as a matrix of sums."""
     address = rings.addresses[local, 2] + count % rings.depth * rings.slot_bytes
     return carray(pointer_to(address), (num_rows, scratch.size), scratch.dtype)
 

@@ -26,7 +26,7 @@ def warm_up_cpu() -> None:
     copy_segments(memory, none, memory, none, none)
     gather_rows(0, none.numpy(), 1, memory)
     gather_parts(np.zeros((0, 2), np.int64), none.numpy())
-    SegmentMemory.of([]).read(0, 0, 0)
+    SegmentMemory([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
     pairs = plan_pairs(no_routing, ExpertPlacement.contiguous(1, 1), 0, (0,))

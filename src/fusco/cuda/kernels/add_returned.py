@@ -13,8 +13,7 @@ from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, Memory, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM
-from fusco.cuda.tuning import ADD_RETURNED_THREADS as NUM_THREADS
+from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM, ADD_RETURNED_THREADS as NUM_THREADS
 
 _TOKENS_PER_BLOCK = NUM_THREADS // 32
 

@@ -36,25 +36,12 @@ class Report(ctypes.Structure):
 @cache
 def comm_type(num_ranks: int) -> type[ctypes.Structure]:
     """``Comm`` of comm.cuh."""
-    sections = (
-        "routing_ready",
-        "rows_released",
-        "sums_released",
-        "node_ready",
-        "rows_ready",
-        "sums_ready",
-        "ids",
-        "weights",
-        "received",
-        "received_bytes",
-    )
     fields = [
         ("arena", POINTER * num_ranks),
-        ("state", POINTER),
-        ("failure", POINTER),
-        ("abort", POINTER),
+        *((name, POINTER) for name in ("state", "failure", "abort")),
         ("timeout_ns", U64),
-        *((name, U64) for name in sections),
+        *((name, U64) for name in ("routing_ready", "rows_released", "sums_released", "node_ready", "rows_ready")),
+        *((name, U64) for name in ("sums_ready", "ids", "weights", "received", "received_bytes")),
         *((name, I32) for name in ("rank", "max_tokens", "max_topk", "has_network")),
     ]
     return type("Comm", (ctypes.Structure,), {"_fields_": fields})

@@ -49,12 +49,9 @@ class Compiler:
     def _compile(self, name: str, constants: Mapping[str, object]) -> bytes:
         from cuda.core import Program, ProgramOptions  # noqa: PLC0415  of the extra fusco[cuda]
 
+        macros = [(key, str(value)) for key, value in constants.items()]
         options = ProgramOptions(
-            name=f"{name}.cu",
-            std="c++17",
-            arch=self.arch,
-            include_path=str(SOURCE_DIR),
-            define_macro=[(key, str(value)) for key, value in constants.items()],
+            name=f"{name}.cu", std="c++17", arch=self.arch, include_path=str(SOURCE_DIR), define_macro=macros
         )
         try:
             code = Program((SOURCE_DIR / f"{name}.cu").read_text(), "c++", options).compile("cubin").code

@@ -43,12 +43,6 @@ def copy_segments(
     table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(library.device, non_blocking=True)
     max_grid = library.num_sms * COPY_BLOCKS_PER_SM
     piece_bytes = copy_piece_bytes(total, max_grid)
-    arguments = CopyArgs(
-        src=src.data_ptr(),
-        dst=dst.data_ptr(),
-        segments=table.data_ptr(),
-        num_segments=len(ends),
-        piece_bytes=piece_bytes,
-    )
+    arguments = CopyArgs(src.data_ptr(), dst.data_ptr(), table.data_ptr(), len(ends), piece_bytes)
     grid = min(-(-total // piece_bytes), max_grid)
     launcher.launch("copy_segments", {}, arguments, grid=grid, num_threads=COPY_THREADS)

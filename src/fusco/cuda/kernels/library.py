@@ -89,18 +89,9 @@ class Kernel:
         if result := self.driver_launch(config, self.function, self._parameters, None):
             raise self.error(result)
 
-    def bind(
-        self,
-        arguments: ctypes.Structure,
-        stream: int,
-        *,
-        grid: int,
-        num_threads: int,
-        shared_bytes: int,
-        is_dependent: bool,
-    ) -> BoundLaunch:
-        """Return a launch of these arguments on a stream handle; see ``launch`` for the others."""
-        return BoundLaunch(self, arguments, self._configure(stream, grid, num_threads, shared_bytes, is_dependent))
+    def bind(self, arguments: ctypes.Structure, stream: int, **shape: Any) -> BoundLaunch:
+        """Return a launch of these arguments on a stream handle; ``shape`` has all other arguments of ``launch``."""
+        return BoundLaunch(self, arguments, self._configure(stream, **shape))
 
     def error(self, result: int) -> LaunchError:
         """Return the error of a launch with this result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, Memory, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, WARP_SIZE, Memory, address
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import TICKET, Field
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_THREADS, plan_shape
-
-_WARP_SIZE = 32
 
 
 class PublishedRouting(NamedTuple):
@@ -74,16 +73,13 @@ class PlanShape:
         num_pairs = self.num_rows * self.num_topk
         sizes = {
             "num_rows_per_expert": 8 * self.num_local_experts,
-            "weights": num_pairs * (self.weight_dtype.itemsize if self.weight_dtype else 0),
+            "weights": num_pairs * self.weight_bytes,
             "row_to_slots": 4 * num_pairs,
             "block_to_first_slot": 4 * (self.num_local_experts + 2),
             "token_to_ranks": 4 * self.num_held_rows,
         }
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += -(-size // 16) * 16
-        return {**offsets, "end": end}
+        aligned = (-(-size // 16) * 16 for size in sizes.values())
+        return dict(zip((*sizes, "end"), itertools.accumulate(aligned, initial=0), strict=True))
 
     @property
     def weight_bytes(self) -> int:
@@ -230,7 +226,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
 
 def plan_shared_bytes(num_local_experts: int, num_threads: int = PLAN_THREADS) -> int:
     """Return the shared memory of a block in bytes: per expert, a count of each warp, prefix, total, and first slot."""
-    return 4 * ((num_threads // _WARP_SIZE + 3) * num_local_experts + 1)
+    return 4 * ((num_threads // WARP_SIZE + 3) * num_local_experts + 1)
 
 
 def plan_slots(

@@ -15,7 +15,7 @@ from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, lon
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlannedRows, PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
-from fusco.cuda.tuning import SCATTER_UNROLL, scatter_parts, scatter_senders, scatter_threads
+from fusco.cuda.tuning import SCATTER_UNROLL, are_streamed, scatter_parts, scatter_senders, scatter_threads
 
 
 class OwnRouting(NamedTuple):
@@ -123,6 +123,8 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
         "PAYLOAD_BYTES": ",".join(map(str, row_bytes)),
         "VECTOR_BYTES": ",".join(str(vector_bytes(size)) for size in row_bytes),
         "UNROLL": SCATTER_UNROLL,
+        # the rows of this rank's experts, if routing is uniform
+        "IS_STREAMED": int(are_streamed(longest * num_topk, sum(row_bytes))),
         "IS_EARLY": int(id_bytes > 0),
     }
     return launcher.prepare(key, constants, arguments, grid=grid, num_threads=num_threads, is_dependent=True)

@@ -9,8 +9,7 @@ import torch
 from fusco.core.rows import aligned
 from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
 from fusco.cuda.kernels.library import Library, library_of
-from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM
-from fusco.cuda.tuning import WEIGHT_GRADIENTS_THREADS as NUM_THREADS
+from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM, WEIGHT_GRADIENTS_THREADS as NUM_THREADS
 
 _ROWS_PER_BLOCK = NUM_THREADS // 32
 

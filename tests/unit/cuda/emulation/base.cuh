@@ -130,6 +130,7 @@ template <int BYTES> void store_row(Vector<BYTES>* at, const Vector<BYTES>& valu
     check_alignment(at);
     *at = value;
 }
+template <int BYTES> void stream_row(Vector<BYTES>* at, const Vector<BYTES>& value) { store_row(at, value); }
 
 template <int BYTES> void begin_copy(Vector<BYTES>* to, const Vector<BYTES>* from) {
     check_alignment(to);

@@ -65,6 +65,13 @@ __device__ __forceinline__ void store_row(Vector<16>* at, const Vector<16>& v) {
 }
 template <int BYTES> __device__ __forceinline__ void store_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
 
+// The same for rows that the caches cannot keep until they are read: L2 evicts them first.
+__device__ __forceinline__ void stream_row(Vector<16>* at, const Vector<16>& v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(at), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]) : "memory");
+}
+template <int BYTES> __device__ __forceinline__ void stream_row(Vector<BYTES>* at, const Vector<BYTES>& v) { *at = v; }
+
 // Copies into shared memory by one thread, for itself, that bypass L1; those of 16 bytes are asynchronous. All between two
 // commits are a group.
 __device__ __forceinline__ void begin_copy(Vector<16>* to, const Vector<16>* from) {

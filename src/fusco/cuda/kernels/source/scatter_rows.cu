@@ -6,8 +6,8 @@
 // it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
-// entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL, IS_EARLY (1 if the kernel ahead is the plan, which this one does
-// not wait for to begin).
+// entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL, IS_STREAMED (1 if the outputs exceed the caches), IS_EARLY (1 if
+// the kernel ahead is the plan, which this one does not wait for to begin).
 #include "comm.cuh"
 
 struct ScatterArgs {
@@ -56,12 +56,15 @@ __device__ __forceinline__ void load(Held<P, ROUNDS>& held, const ScatterArgs& a
             held[u] = IS_OWN ? load_constant_row(from + first + u * WARP_SIZE) : load_shared_row(from + first + u * WARP_SIZE);
 }
 
-template <u32 P, u32 ROUNDS>
+template <u32 P, u32 ROUNDS, bool IS_LOCAL>
 __device__ __forceinline__ void store(const Held<P, ROUNDS>& held, u8* row, i32 first, i32 end) {
     auto* const to = reinterpret_cast<Vector<WIDTHS[P]>*>(row);
 #pragma unroll
     for (u32 u = 0; u < ROUNDS; ++u)
-        if (first + u * WARP_SIZE < end) store_row(to + first + u * WARP_SIZE, held[u]);
+        if (first + u * WARP_SIZE < end) {
+            if (IS_LOCAL && IS_STREAMED) stream_row(to + first + u * WARP_SIZE, held[u]);
+            else store_row(to + first + u * WARP_SIZE, held[u]);
+        }
 }
 
 template <bool IS_OWN, u32 P, u32 ROUNDS>
@@ -69,11 +72,11 @@ __device__ __forceinline__ void store_at_all(const Held<P, ROUNDS>& held, const 
                                              i32 end, const Targets& targets) {
     if (IS_OWN)
         for (u32 left = targets.peers; left; left &= left - 1)
-            store<P, ROUNDS>(held, section<u8>(args.comm, __ffs(left) - 1, args.received[src][P] + token * ROW_BYTES[P]),
-                             first, end);
+            store<P, ROUNDS, false>(
+                held, section<u8>(args.comm, __ffs(left) - 1, args.received[src][P] + token * ROW_BYTES[P]), first, end);
     for (u32 left = targets.filled; left; left &= left - 1) {
         const i64 slot = __shfl_sync(ALL_LANES, targets.slot, __ffs(left) - 1);
-        store<P, ROUNDS>(held, args.outputs[P] + slot * ROW_BYTES[P], first, end);
+        store<P, ROUNDS, true>(held, args.outputs[P] + slot * ROW_BYTES[P], first, end);
     }
 }
 
