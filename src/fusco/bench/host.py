@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.validation import Validator
 from fusco.bench.environment import Measurement, hardware
-from fusco.bench.null_device import NullLibrary, null_communicator, null_device
+from fusco.bench.null_device import NullLibrary, keep_freed_memory, null_communicator, null_device
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -152,6 +152,8 @@ def measure_host(group: dist.ProcessGroup, run: HostRun, _progress_port: int | N
     cores = sorted(os.sched_getaffinity(0))
     if run.device == "null" and len(cores) >= run.num_ranks:
         os.sched_setaffinity(0, {cores[group.rank()]})
+    if run.device == "null":
+        keep_freed_memory()
     try:
         with null_device() if run.device == "null" else nullcontext():
             with _communicator(group, run) as comm:

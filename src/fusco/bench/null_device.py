@@ -37,6 +37,7 @@ from fusco.cuda.tuning import SPIN_S
 from fusco.planner.balancer import balance_by_lanes
 
 _CPU = torch.device("cpu")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class _Stream:
@@ -198,6 +199,17 @@ class _NullDeviceValidator(Validator):
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         pass
+
+
+def keep_freed_memory() -> None:
+    """Make the C library keep what is freed, as a device's allocator does: for this process, and where it is glibc.
+
+    Otherwise large outputs are returned to the kernel and fetched again in each call, in some processes and not in
+    others: a microsecond or two, which a rank that waits for another spends twice.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for option, num_bytes in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 1 << 30)):
+            mallopt(option, num_bytes)
 
 
 @contextmanager
