@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -162,19 +163,13 @@ class Communicator(Membership):
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads = _as_list(x)
-        options = (expert_alignment, with_weights, static, launch)
-        output = self._repeats.dispatch(payloads, topk_idx, topk_weights, *options) or self._run(
-            "dispatch",
-            lambda: self._validator.validate_dispatch(payloads, topk_idx, topk_weights, *options),
-            self._engine.prepare_dispatch,
-        )
-        plan, rows, weights = output.plan, output.rows, output.weights
-        handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
-        if with_weights or wants_grad(payloads[0]):
-            given, made = topk_weights if with_weights else None, Precomputed(rows[0], weights)
-            first, weights = DispatchRows.apply(payloads[0], given, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
-            rows = [first, *rows[1:]]
-        return Dispatched(tuple(rows), plan.num_rows_per_expert, weights, handle, output.event)
+        arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch)
+        sent = self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
+        if not (with_weights or wants_grad(payloads[0])):
+            return sent
+        given, made = topk_weights if with_weights else None, Precomputed(sent.rows, sent.weights)
+        rows, weights = DispatchRows.apply(payloads[0], given, made, sent.handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+        return replace(sent, payloads=(rows, *sent.payloads[1:]), weights=weights)
 
     @uncompiled
     def dispatch_again(
@@ -390,6 +385,16 @@ class Communicator(Membership):
 
     def __enter__(self) -> Communicator:
         return self
+
+    def _dispatch_anew(
+        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
+    ) -> Dispatched:
+        """``dispatch`` without gradients, of an input that need not be known; ``options`` of ``validate_dispatch``."""
+        validate = partial(self._validator.validate_dispatch, payloads, topk_idx, topk_weights, *options)
+        output = self._run("dispatch", validate, self._engine.prepare_dispatch)
+        plan, rows = output.plan, tuple(output.rows)
+        handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
+        return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
 
     def _move_again(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.movable import bytes_needed
+from fusco.core.movable import bytes_needed, has_memory
 from fusco.core.recent import Recent
 from fusco.engine.base import KnownCall
 
@@ -29,6 +29,20 @@ class KnownInput(KnownCall):
     is_grad_enabled: bool  # whether autograd was on, as it is part of the fingerprint
     guard: Any  # compares tensors with these, if there is such a thing; a nested tensor would end the process
 
+    def is_like(self, tensors: Sequence[Any]) -> bool:
+        """Return whether tensors are like these, with all their memory; false if that is not quickly found out."""
+        if self.guard is None or self.is_grad_enabled is not torch.is_grad_enabled():
+            return False
+        try:
+            sizes = self.num_bytes or map(bytes_needed, tensors)
+            for tensor, needed in zip(tensors, sizes):  # noqa: B905  as many; ``strict`` takes 0.1 us
+                end = tensor.storage_offset() * tensor.element_size() + needed
+                if tensor.is_nested or (end > tensor.untyped_storage().nbytes() and needed):
+                    return False
+        except (AttributeError, RuntimeError):  # no tensor, or one without storage
+            return False
+        return bool(self.guard.check(*tensors))
+
 
 class KnownInputs:
     """The valid inputs of one communicator that were seen lately."""
@@ -39,7 +53,7 @@ class KnownInputs:
         self._by_key: Recent[tuple[object, ...], KnownInput] = Recent()
         self._latest: dict[object, KnownInput] = {}  # by verb
 
-    def find(self, tensors: Sequence[torch.Tensor], *options: object) -> KnownInput | None:
+    def find(self, tensors: Sequence[torch.Tensor], options: tuple[object, ...]) -> KnownInput | None:
         """Return what is known of an input; ``None`` if it is new, or if the memory of a tensor has been freed.
 
         Anything may be among the ``tensors`` of the input. ``options`` are the verb, the number of tensors, and
@@ -48,24 +62,18 @@ class KnownInputs:
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None
         known = self._latest.get(options[0])
-        if known is not None and known.options == options and known.is_grad_enabled is torch.is_grad_enabled():
-            guard = known.guard
-            try:
-                for tensor in tensors:
-                    if tensor.is_nested:
-                        return None
-                if guard and guard.check(*tensors):
-                    return known if _has_memory(tensors, known.num_bytes) else None
-            except AttributeError:  # no tensor
-                return None
+        if known is not None and known.options == options and known.is_like(tensors):
+            return known
         key = self._key_of(tensors, options)
         known = self._by_key.get(key) if key else None
-        if known is None or not _has_memory(tensors, known.num_bytes):
+        if known is None or not all(map(has_memory, tensors)):
             return None
         self._latest[options[0]] = known
         return known
 
-    def add(self, fingerprint: CollectiveFingerprint, tensors: Sequence[torch.Tensor], *options: object) -> None:
+    def add(
+        self, fingerprint: CollectiveFingerprint, tensors: Sequence[torch.Tensor], options: tuple[object, ...]
+    ) -> None:
         """Add an input that has been validated in full."""
         key = self._key_of(tensors, options)
         if key is None or forward_ad._current_level >= 0:  # noqa: SLF001
@@ -97,12 +105,3 @@ class KnownInputs:
         except (TypeError, RuntimeError, AttributeError):  # no tensor, or one without strides; validation says which
             return None
         return result
-
-
-def _has_memory(tensors: Sequence[torch.Tensor], num_bytes: Sequence[int] | None) -> bool:
-    """Return whether the storage of each tensor has this many bytes from its first element on, or those it needs."""
-    for i, tensor in enumerate(tensors):
-        needed = bytes_needed(tensor) if num_bytes is None else num_bytes[i]
-        if needed and tensor.storage_offset() * tensor.element_size() + needed > tensor.untyped_storage().nbytes():
-            return False
-    return True

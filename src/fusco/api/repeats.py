@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from fusco.api.handle import Handle
+from fusco.api.handle import Dispatched, Handle, version_of
 from fusco.api.validation import Validator
 from fusco.control.session import Session
+from fusco.core.config import Launch, StaticRows
 from fusco.core.movable import why_nothing_moves_here
-from fusco.engine.base import DispatchOutput
 
 
 class Repeats:
@@ -28,12 +28,18 @@ class Repeats:
         self._session, self._validator, self._is_enabled = session, validator, is_enabled
 
     def dispatch(
-        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
-    ) -> DispatchOutput[Any] | None:
-        """Return what ``Engine.prepare_dispatch`` does when it is run; ``options`` as of ``validate_dispatch``."""
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        alignment: int,
+        with_weights: bool,  # noqa: FBT001  as ``validate_dispatch``, by position
+        static: StaticRows | None,
+        launch: Launch | None,
+    ) -> Dispatched | None:
+        """Return the result of a dispatch, before autograd knows it."""
         if not self._is_enabled:
             return None
-        alignment, with_weights, static, launch = options
         known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None or (repeated := known.repeated) is None:
             return None
@@ -47,22 +53,24 @@ class Repeats:
                 if not session.repeat("dispatch", repeated.record, 0):
                     return None
                 agreed = perf_counter()
-                output, rejection = repeated.run(payloads, topk_idx, topk_weights, outputs)
+                plan = repeated.run(payloads, topk_idx, topk_weights, outputs)
+                handle = Handle(plan, topk_weights, session.sequence_number, version_of(topk_weights))
+                sent = Dispatched(tuple(outputs), plan.num_rows_per_expert, None, handle)
+                rejection = repeated.finish(plan, outputs, topk_idx)
             except BaseException as error:
                 session.leave("dispatch", error)
                 raise
-            repeated.count(session.profile)
-            session.leave_repeated(agreed - begin, perf_counter() - agreed)
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.count)
         finally:
             session.access.leave()
         if rejection:
             raise rejection
-        return output  # type: ignore[no-any-return]
+        return sent
 
     def combine(
         self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Any
     ) -> torch.Tensor | None:
-        """Return what ``Engine.prepare_combine`` does when it is run."""
+        """Return the result of a combine, before autograd knows it."""
         if not self._is_enabled:
             return None
         try:
@@ -85,8 +93,7 @@ class Repeats:
             except BaseException as error:
                 session.leave("combine", error)
                 raise
-            repeated.count(session.profile)
-            session.leave_repeated(agreed - begin, perf_counter() - agreed)
+            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.count)
         finally:
             session.access.leave()
-        return out  # type: ignore[no-any-return]
+        return cast("torch.Tensor", out)

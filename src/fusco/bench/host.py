@@ -52,7 +52,7 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
         *((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (RepeatedInternodeCombine, "output")),
         *((PlanMemory, "take"), (ForwardingMemory, "take")),
     ),
-    "launch again, wait for the plan": ((RepeatedLaunches, "launch"),),
+    "launch again, wait for the plan": ((RepeatedLaunches, "launch"), (RepeatedLaunches, "wait")),
     # Of calls that are not repeated.
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),

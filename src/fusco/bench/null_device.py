@@ -224,7 +224,8 @@ def null_device() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", lambda _: 1))  # noqa: PT008  mocks are slow
+        for name, function in (("raw_stream_of", lambda _: 1), ("device_index_now", lambda: _CPU.index)):
+            stack.enter_context(mock.patch(f"fusco.cuda.stream_order.{name}", function))
         stack.enter_context(mock.patch("fusco.cuda.arena.allocate_visible", allocate))
         stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", share))
         stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", _NullNccl))

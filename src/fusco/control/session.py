@@ -42,7 +42,8 @@ class Session:
         self.sequence_number, self._name = 0, ""
         self.has_published = False
         self.broken = ""
-        self.profile = CallProfile()
+        self._profile = CallProfile()
+        self._repeated: tuple[float, float, Callable[[CallProfile], None]] | None = None  # of ``leave_repeated``
 
     @contextmanager
     def collective(self, operation: str) -> Iterator[Call]:
@@ -72,7 +73,7 @@ class Session:
             outcome = record.publish(number, handle)
         if outcome <= PEERS_NOT_DONE:
             return False
-        self.sequence_number, self._name, self.profile = number, name, CallProfile(name)
+        self.sequence_number, self._name = number, name
         self._watchdog.begin(number, name)
         self._exchange.count_as_written(record.text)
         if outcome == RECORDS_MISSING:
@@ -82,11 +83,19 @@ class Session:
         self.has_published = outcome != ALL_EQUAL
         return not self.has_published
 
-    def leave_repeated(self, planning_s: float, wire_s: float) -> None:
-        """Leave a collective in which ``repeat`` returned True, and complete its profile."""
-        profile = self.profile
-        profile.planning_s, profile.wire_s = planning_s, wire_s
+    def leave_repeated(self, planning_s: float, wire_s: float, count: Callable[[CallProfile], None]) -> None:
+        """Leave a collective in which ``repeat`` returned True; ``count`` sets what its profile has besides times."""
         self._watchdog.end()
+        self._repeated = planning_s, wire_s, count
+
+    @property
+    def profile(self) -> CallProfile:
+        """Profile of the latest collective; that of a repeated one is made when it is asked for."""
+        if self._repeated is not None:
+            planning_s, wire_s, count = self._repeated
+            self._profile, self._repeated = CallProfile(self._name, planning_s=planning_s, wire_s=wire_s), None
+            count(self._profile)
+        return self._profile
 
     def begin(self, operation: str) -> Call:
         """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
@@ -95,12 +104,12 @@ class Session:
         try:
             if not self.has_published:
                 self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
-                self.profile = CallProfile(self._name)
+            self._profile, self._repeated = CallProfile(self._name), None
             self._watchdog.check_device()
         except BaseException as error:
             self.fail(operation, error)
             raise
-        return Call(self.sequence_number, self.profile, functools.partial(self._agree_again, operation))
+        return Call(self.sequence_number, self._profile, functools.partial(self._agree_again, operation))
 
     def leave(self, operation: str, error: BaseException | None = None) -> None:
         """Leave a collective that is complete, or in which an error was raised."""
@@ -172,7 +181,7 @@ class Session:
             self.has_published = False
             return self._exchange.counts_of_all(fingerprint, len(counts))
         of_ranks = self._exchange.exchange_records(
-            self.sequence_number, fingerprint, handle, counts, self.profile, attachments
+            self.sequence_number, fingerprint, handle, counts, self._profile, attachments
         )
         if self.broken:  # closed meanwhile, by a signal handler
             self._require_usable(fingerprint.operation)

@@ -66,12 +66,12 @@ def _why_not_bytes(tensor: torch.Tensor) -> str:
         return "is a nested tensor, whose rows differ in size; pass its values as one dense tensor"
     if tensor.is_quantized or tensor.dtype in _QUANTISED:
         return f"is quantised ({tensor.dtype}), and its scale would not be moved; pass int_repr() and the scale apart"
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         return f"has {tensor.nbytes} bytes of elements, but its storage has {tensor.untyped_storage().nbytes()}"
     return ""
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether the storage contains the last element; it may have been freed under the tensor, as FSDP does."""
     first, num_bytes = tensor.storage_offset() * tensor.element_size(), bytes_needed(tensor)
     return not num_bytes or first + num_bytes <= tensor.untyped_storage().nbytes()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,6 +59,19 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def wants_grad(tensor: torch.Tensor | None) -> bool:
     """Return whether autograd records operations on this tensor."""
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def allocator_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """Return a function that allocates a tensor of a shape, strides and a dtype on a device, if it is the current one.
+
+    That of PyTorch's compiler takes half the time of ``torch.empty_strided``, and is not public.
+    """
+    quick = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # noqa: SLF001
+
+    def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return quick or allocate
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

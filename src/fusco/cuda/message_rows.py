@@ -26,7 +26,7 @@ class MessageRows:
     def __init__(self, context: CudaContext) -> None:
         self._context = context
         self.summary = ForwardingSummary(context.topology.num_nodes, context.node)
-        self._ticket = 0  # of the latest exactly sized dispatch
+        self.ticket = 0  # of the latest exactly sized dispatch
         self._can_be_empty = context.topology.ranks_per_node == 1
         self._num_empty: Recent[tuple[int, ...], int] = Recent()  # in the latest dispatch of a routing's shape
 
@@ -40,8 +40,8 @@ class MessageRows:
 
     def next_ticket(self) -> int:
         """Return the number of another exactly sized dispatch."""
-        self._ticket = ticket_after(self._ticket)
-        return self._ticket
+        self.ticket = ticket_after(self.ticket)
+        return self.ticket
 
     def terms_of(self, request: DispatchRequest) -> ForwardingTerms:
         """Return the terms of a dispatch."""

@@ -30,7 +30,7 @@ class DevicePlanner:
 
     def __init__(self, context: CudaContext) -> None:
         self._context, self._arena, self._placement = context, context.arena, context.placement
-        self._ticket = 0  # of the latest plan
+        self.ticket = 0  # of the latest plan
         self._reported_counts = context.tables.reported_counts.numpy()
         self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
@@ -91,8 +91,8 @@ class DevicePlanner:
 
     def next_ticket(self) -> int:
         """Return the number of another plan."""
-        self._ticket = ticket_after(self._ticket)
-        return self._ticket
+        self.ticket = ticket_after(self.ticket)
+        return self.ticket
 
     def is_reported(self, ticket: int) -> bool:
         """Return whether a plan whose size is exact, or a later one, is made."""
@@ -110,9 +110,12 @@ class DevicePlanner:
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""
-        num_slots = self._arena.plan_report.num_slots(self._ticket)
-        plan.num_slots = self._wait_for(self._ticket) if num_slots is None else num_slots
-        plan.reported_counts = self._reported_counts.tobytes()
+        num_slots = self._arena.plan_report.num_slots(self.ticket)
+        return self.sized(plan, self._wait_for(self.ticket) if num_slots is None else num_slots)
+
+    def sized(self, plan: _Plan, num_slots: int) -> _Plan:
+        """Return the latest plan with its number of slots and of each expert's rows, once it has reported."""
+        plan.num_slots, plan.reported_counts = num_slots, self._reported_counts.tobytes()
         return plan
 
     def _wait_for(self, ticket: int) -> int:

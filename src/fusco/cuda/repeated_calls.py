@@ -13,7 +13,7 @@ from fusco.control.node_memory import NodeMemory
 from fusco.control.repeated_record import Condition, RepeatedRecord, warm_up_repeated_record
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
-from fusco.core.rows import is_plain, row_bytes
+from fusco.core.rows import allocator_of, is_plain, row_bytes
 from fusco.core.timeline import NO_TIMELINE
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
@@ -28,7 +28,7 @@ from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.output_bound import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
-from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, KnownCall
+from fusco.engine.base import CombineRequest, DispatchRequest, KnownCall
 
 _Memory = TypeVar("_Memory")
 
@@ -143,6 +143,7 @@ class Repeated:
         self._context, self._order, self._stream = calls.context, calls.order, calls.order.latest
         self._is_inference = torch.is_inference_mode_enabled()
         self._launch, self.record, self._num_sms = launch, record, num_sms
+        self._allocate = allocator_of(calls.context.arena.device)
 
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
@@ -192,7 +193,8 @@ class RepeatedDispatch(Repeated):
     def _keep(self, calls: RepeatedCalls, request: DispatchRequest, plan: DevicePlan, num_slots: int | None) -> None:
         """Keep what later calls have in common with this one."""
         self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
-        self._row_shapes = [payload.shape[1:] for payload in request.payloads]
+        self._rows = [payload.new_empty((1, *payload.shape[1:]), device="meta") for payload in request.payloads]
+        self._outputs = self._arguments_of(num_slots or 0)
         self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device, calls.spare_limit)
         same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
         self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
@@ -206,10 +208,14 @@ class RepeatedDispatch(Repeated):
         for payload in payloads:
             if payload.data_ptr() % _ALIGNMENT:
                 return None
-        return [] if self._num_slots is None else or_none(self._new_outputs, payloads, self._num_slots)
+        return [] if self._num_slots is None else or_none(self._new_outputs, self._outputs)
 
-    def _new_outputs(self, payloads: Sequence[torch.Tensor], num_slots: int) -> list[torch.Tensor]:
-        return [p.new_empty(num_slots, *shape) for p, shape in zip(payloads, self._row_shapes, strict=True)]
+    def _arguments_of(self, num_slots: int) -> list[Any]:
+        """Return shape, strides and dtype of each output with this number of rows."""
+        return [((num_slots, *row.shape[1:]), row.stride(), row.dtype) for row in self._rows]
+
+    def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [self._allocate(*of_output) for of_output in arguments]
 
     def run(
         self,
@@ -217,27 +223,46 @@ class RepeatedDispatch(Repeated):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         outputs: list[torch.Tensor],
-    ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
-        """Launch it, once all ranks agree, into these outputs; wait for their size unless they are static.
+    ) -> DevicePlan:
+        """Launch it, once all ranks agree, into these outputs, and return the plan; ``finish`` must follow.
 
-        Returns the output, and the error of an invalid id.
+        If the outputs depend on the plan, wait for its size and add them to the list.
         """
-        number, tables = self._planner.next_ticket(), self._memory.take()
+        ticket, tables = self._planner.next_ticket(), self._memory.take()
         inputs = (topk_idx.data_ptr(), 0 if topk_weights is None else topk_weights.data_ptr())
         rows = [payload.data_ptr() for payload in payloads]
         places = [output.data_ptr() for output in outputs] or rows  # no outputs yet: the plan uses no rows
-        num_slots, ticket = self._num_slots, 0 if self._static else number
-        outcome = self._launches[0].launch(ticket, tables.address, num_slots or 0, *inputs, *rows, *places)
-        plan = DevicePlan(num_slots=num_slots or 0, tables=tables, **self._of_plan)
-        if self._static:
-            return DispatchOutput(plan, outputs), None
-        self._planner.size_exactly(plan)
-        if num_slots is None:
-            outputs = self._new_outputs(payloads, plan.num_slots)
+        num_slots = self._num_slots or 0
+        self._launches[0].launch(0 if self._static else ticket, tables.address, num_slots, *inputs, *rows, *places)
+        plan = DevicePlan(num_slots=num_slots, tables=tables, **self._of_plan)
+        if self._num_slots is None:
+            self._wait_for_size(plan)
+            outputs += self._new_outputs(self._arguments_of(plan.num_slots))
             places = [output.data_ptr() for output in outputs]
             self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
-        rejection = self._planner.rejection_of(topk_idx) if outcome < 0 else None
-        return DispatchOutput(plan, narrowed(outputs, plan.num_slots)), rejection
+        return plan
+
+    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
+        """Wait for the size of the outputs unless they are static, and narrow them; return the error of an invalid id.
+
+        What does not depend on the size should be done before.
+        """
+        if self._static:
+            return None
+        self._memory.refill()
+        outcome = self._wait_for_size(plan)
+        if plan.num_slots != self._num_slots:
+            narrowed(outputs, plan.num_slots)
+        return self._planner.rejection_of(topk_idx) if outcome < 0 else None
+
+    def _wait_for_size(self, plan: DevicePlan) -> int:
+        """Wait for the latest plan, and return the outcome of its launch."""
+        outcome = self._launches[0].wait(self._planner.ticket)
+        if outcome < 0:
+            self._planner.size_exactly(plan)
+        else:
+            self._planner.sized(plan, outcome)
+        return outcome
 
 
 class RepeatedCombine(Repeated):
@@ -250,7 +275,8 @@ class RepeatedCombine(Repeated):
         counts: list[tuple[int, ...]] = [()] * (len(plan.first_row) - 1)
         super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched.grid)
         self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
-        self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
+        hidden = request.rows.shape[1]
+        self._out = (plan.num_tokens, hidden), (hidden, 1), request.rows.dtype
         memory, rows, out = 1, 2, 3  # indices of values, after the ticket
         fields = [Field("out", out), *combine_fields(plan.tables.shape, memory, rows, is_weighted=request.is_weighted)]
         self._launches = RepeatedLaunches([(launched, fields)], 4, plan.stream, 0)
@@ -262,7 +288,7 @@ class RepeatedCombine(Repeated):
         # Strides of at most one row say nothing: rows with the same strides may have been contiguous before.
         if y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
             return None
-        return or_none(y.new_empty, self._num_tokens, self._hidden)
+        return or_none(self._allocate, *self._out)
 
     def run(self, y: torch.Tensor, plan: DevicePlan, out: torch.Tensor) -> None:
         """Launch it, once all ranks agree."""

@@ -16,10 +16,9 @@ from fusco.control.repeated_record import Condition
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
-from fusco.cuda.device_plan import DevicePlan, RowRun
+from fusco.cuda.device_plan import RowRun
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.combine_rows import combine_fields
 from fusco.cuda.kernels.events import record_event, wait_for_event
 from fusco.cuda.kernels.gather_rows import Part
@@ -33,7 +32,7 @@ from fusco.cuda.network import Network, SpareEvents
 from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second, or_none
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_sender import forwarded_starts, num_rows_per_slice
-from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest
+from fusco.engine.base import CombineRequest, DispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
 _ALIGNMENT = 16  # of rows, in bytes
@@ -179,7 +178,7 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
         outputs: list[torch.Tensor],
-    ) -> tuple[DispatchOutput[DevicePlan], Exception | None]:
+    ) -> InternodePlan:
         ticket, tables, forwarding = self._planner.next_ticket(), self._memory.take(), self._forwardings.take()
         is_static, num_slots = self._static is not None, self._num_slots
         number = 0 if is_static else self._message_rows.next_ticket()
@@ -196,22 +195,25 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         call = partial(self._launches[0].launch, 0 if is_static else ticket, *values, *places)
         is_done = event.query if event else partial(self._planner.is_reported, ticket)
         let_go = partial(self._events.give_back, event) if event else None
-        outcome = self._network.launch(call, self._stall, is_done, let_go)
+        self._network.launch(call, self._stall, is_done, let_go)
         plan = InternodePlan(num_slots=num_slots or 0, tables=tables, forwarding=forwarding, **self._of_plan)
         plan.made_by = self._reference
-        if self.combine and not is_static:
-            self.combine.expect(plan)
-        if is_static:
-            return DispatchOutput(plan, outputs), None
-        self._planner.size_exactly(plan)
         if num_slots is None:
-            outputs = self._new_outputs(payloads, plan.num_slots)
+            self._wait_for_size(plan)
+            outputs += self._new_outputs(self._arguments_of(plan.num_slots))
             places = [output.data_ptr() for output in outputs]
             self._launches[1].launch(0, tables.address, plan.num_slots, *known, 0, *rows, *places)
-        rejection = self._planner.rejection_of(topk_idx) if outcome < 0 else None
-        if rejection is None:
-            plan.num_empty_rows = self._num_empty = self._message_rows.num_empty(self._shape, number)
-        return DispatchOutput(plan, narrowed(outputs, plan.num_slots)), rejection
+        return plan
+
+    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
+        if not self._static:
+            self._forwardings.refill()
+            if self.combine:
+                self.combine.expect(plan)
+        rejection = super().finish(plan, outputs, topk_idx)
+        if rejection is None and not self._static:
+            plan.num_empty_rows = self._num_empty = self._message_rows.num_empty(self._shape, self._message_rows.ticket)
+        return rejection
 
 
 def _part_fields(parts: Sequence[Part], address: int, forwarding: int) -> list[Field]:
@@ -248,14 +250,15 @@ class RepeatedInternodeCombine(Repeated):
         super().__init__(calls, request.launch, record, max(launched.grid for launched in latest.sums))
         self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
         self._traffic, self._network, self._events = plan.traffic, calls.network, SpareEvents()
-        self._num_tokens, self._hidden, self._dtype = plan.num_tokens, request.rows.shape[1], request.rows.dtype
+        self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
+        self._out = (self._num_tokens, self._hidden), (self._hidden, 1), request.rows.dtype
         self._row_bytes = self._hidden * calls.context.wire_dtype(request.rows.dtype).itemsize
         self._bytes = sum(message.num_bytes for message in latest.sends), record.internode_bytes
         self._is_produced = self._events.take(self._stream)
         self._num_empty = 0
         self._scratch: torch.Tensor | None = None  # of a call between ``output`` and ``run``
         self._launches = self._prepare(calls, request, latest)
-        out_bytes = self._num_tokens * self._hidden * self._dtype.itemsize
+        out_bytes = self._num_tokens * self._hidden * request.rows.dtype.itemsize
         self._is_small = self._scratch_bytes + out_bytes <= _MAX_EARLY_BYTES
 
     def _prepare(
@@ -309,9 +312,7 @@ class RepeatedInternodeCombine(Repeated):
 
     def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for sums of parts, and for the result."""
-        device = self._context.arena.device
-        parts = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
-        return parts, torch.empty(self._num_tokens, self._hidden, dtype=self._dtype, device=device)
+        return self._allocate((self._scratch_bytes,), (1,), torch.uint8), self._allocate(*self._out)
 
     def expect(self, plan: InternodePlan) -> None:
         """Allocate memory for a combine that will probably follow a dispatch: meanwhile the host would only wait."""

@@ -27,12 +27,12 @@ def comparison(request, monkeypatch):
 
 def known(tensor: torch.Tensor = X) -> KnownInputs:
     inputs = KnownInputs()
-    inputs.add(FINGERPRINT, (tensor,), "dispatch", 1)
+    inputs.add(FINGERPRINT, (tensor,), ("dispatch", 1))
     return inputs
 
 
 def finds(inputs: KnownInputs, tensor: object, *options: object) -> bool:
-    found = inputs.find((tensor,), *(options or ("dispatch", 1)))  # type: ignore[arg-type]
+    found = inputs.find((tensor,), options or ("dispatch", 1))  # type: ignore[arg-type]
     assert found is None or found.fingerprint is FINGERPRINT
     return found is not None
 
@@ -90,7 +90,7 @@ def test_tangents_are_not_overlooked():
 
 def test_several_inputs_in_turn_are_all_known():
     inputs, other = known(), torch.zeros(7, 4)
-    inputs.add(FINGERPRINT, (other,), "dispatch", 1)
+    inputs.add(FINGERPRINT, (other,), ("dispatch", 1))
     for tensor in (X, other, X, other):
         assert finds(inputs, tensor)
 

@@ -1,4 +1,4 @@
-"""Kernels that are launched again with other addresses, by one compiled function that also waits for their report."""
+"""Kernels that are launched again with other addresses, by one compiled function; another waits for their report."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.library import BoundLaunch
 
-TICKET = 0  # index of the value that a report is waited for; 0 waits for none
-NOT_REPORTED, INVALID_ID = -1, -2  # outcomes; a smaller one is an error of the driver
+TICKET = 0  # index of the value that a plan reports; 0 for none
+NOT_REPORTED, INVALID_ID = -1, -2  # outcomes of a wait
 _POLLS_PER_YIELD, _YIELDS_PER_MS = 500, 1000
 _LOW_HALF = 0xFFFFFFFF
 _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there are more than 255 calls
@@ -60,7 +60,7 @@ PreparedFields: TypeAlias = tuple[PreparedLaunch, Sequence[Field]]
 
 @compiled(nogil=True)
 def _launch(words: Any, values: Any) -> int:
-    """Set all fields, make all calls, and return the number in the report; see ``RepeatedLaunches.launch``."""
+    """Set all fields, make all calls, and return 0, or the error of a call and its number."""
     at = _NUM_WORDS
     for _ in range(words[_NUM_FIELDS]):
         store_release_at(words[at], values[words[at + 1]] + words[at + 2])
@@ -70,13 +70,14 @@ def _launch(words: Any, values: Any) -> int:
             *(words[at], words[at + 1], words[at + 2], words[at + 3], words[at + 4], words[at + 5], words[at + 6])
         )
         if error:
-            return INVALID_ID - (error << _CALL_BITS | call)
+            return error << _CALL_BITS | call
         at += _CALL_WORDS
-    return _wait(words, values[TICKET]) if values[TICKET] else 0
+    return 0
 
 
 @compiled(nogil=True)
 def _wait(words: Any, ticket: int) -> int:
+    """Return the number in the report of a ticket; see ``RepeatedLaunches.wait``."""
     report, polls, since_ns = words[_REPORT], 0, 0
     while True:
         seen: int = load_acquire_at(report)
@@ -108,7 +109,7 @@ class RepeatedLaunches:
             num_values: values that ``launch`` takes; not all of them need be in a field.
             stream: the handle of the stream of all kernels.
             report: the address of a ``Report``.
-            patience_ms: how long ``launch`` waits for it; then the watchdog does.
+            patience_ms: how long ``wait`` waits for it; then the watchdog does.
         """
         self._kernels: list[BoundLaunch] = []
         fields: list[int] = []
@@ -141,20 +142,28 @@ class RepeatedLaunches:
         return NativeCall(bound.driver_launch, (*bound.call, 0), bound.fail)
 
     def launch(self, *values: int) -> int:
-        """Make all calls with these values, the first of which is the ticket.
+        """Make all calls with these values, the first of which is the ticket, or 0.
 
-        Returns:
-            With a ticket, the number of slots that its report has, or ``NOT_REPORTED`` when its patience has ended, or
-            ``INVALID_ID``; without one, 0. Raises the error of a call that fails, for a kernel ``LaunchError``.
+        Returns 0, or raises the error of a call that fails, for a kernel ``LaunchError``.
         """
         self._pack(*values)
-        outcome = int(_launch(self._words, self._values))
-        if outcome < INVALID_ID:
-            failed = INVALID_ID - outcome
+        failed: int = _launch(self._words, self._values)
+        if failed:
             self._fails[failed % (1 << _CALL_BITS)](failed >> _CALL_BITS)
+        return failed
+
+    def wait(self, ticket: int) -> int:
+        """Return the number of slots in the report of a ticket that has been launched.
+
+        It is ``NOT_REPORTED`` when the patience has ended, and ``INVALID_ID`` if there is one.
+        """
+        outcome: int = _wait(self._words, ticket)
         return outcome
 
 
 def warm_up_repeated_launches() -> None:
-    """Compile what launches kernels, or read it from the disk cache."""
-    _launch(np.zeros(_NUM_WORDS, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    """Compile what launches kernels and waits for them, or read it from the disk cache."""
+    words, report = np.zeros(_NUM_WORDS, dtype=np.int64), np.zeros(ctypes.sizeof(Report) // 8, dtype=np.int64)
+    words[_REPORT] = report.ctypes.data
+    _launch(words, np.zeros(1, dtype=np.int64))
+    _wait(words, 0)

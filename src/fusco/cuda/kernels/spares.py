@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 _Plan = TypeVar("_Plan")
@@ -43,14 +44,25 @@ class Spares(ABC, Generic[_Plan]):
     def __init__(self, limit: SpareLimit) -> None:
         self._limit = limit
         self._spare: list[_Plan] = []
+        self._are_several = False  # allocated together, lately
 
     def take(self) -> _Plan:
         """Return a new plan: an allocation takes as long as a launch, so mostly one of several made together."""
         if not self._spare:
-            self._spare = self._allocate()
-            if len(self._spare) > 1:
-                self._limit.admit(self)
+            self._fill()
         return self._spare.pop()
+
+    def refill(self) -> None:
+        """Allocate several plans if none is left, as far as there is memory; for a time in which the host waits."""
+        if self._are_several and not self._spare:
+            with suppress(RuntimeError):  # of PyTorch; running out of memory is one
+                self._fill()
+
+    def _fill(self) -> None:
+        self._spare = self._allocate()
+        self._are_several = len(self._spare) > 1
+        if self._are_several:
+            self._limit.admit(self)
 
     def drop(self) -> None:
         """Free what is spare."""
