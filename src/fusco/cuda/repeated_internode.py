@@ -335,7 +335,7 @@ class RepeatedInternodeCombine(Repeated):
         scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
-        if dispatch := plan.made_by():
+        if plan.made_by and (dispatch := plan.made_by()):
             dispatch.combine = self
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)
