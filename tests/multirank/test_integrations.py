@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import along_handle_jobs
 import deep_ep_jobs
+import hybrid_ep_jobs
 import integration_jobs as jobs
+import integration_mistake_jobs
 import pytest
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
@@ -16,7 +19,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node", "pad_multiple"), [(2, 2, None), (4, 4, 16), (4, 2, 4)])
 def test_hybrid_ep_moves_rows_and_gradients_while_it_grows(world, num_ranks, ranks_per_node, pad_multiple):
-    world.run(jobs.check_hybrid_ep, num_ranks, ranks_per_node, pad_multiple)
+    world.run(hybrid_ep_jobs.check_hybrid_ep, num_ranks, ranks_per_node, pad_multiple)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +33,12 @@ def test_hybrid_ep_moves_rows_and_gradients_while_it_grows(world, num_ranks, ran
     ],
 )
 def test_the_checks_find_faults(world, tamper):
-    assert any(world.run(jobs.finds_a_fault, 2, tamper))
+    assert any(world.run(hybrid_ep_jobs.finds_a_fault, 2, tamper))
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (4, 2)])
 def test_hybrid_ep_without_permutation_moves_one_row_for_each_rank(world, num_ranks, ranks_per_node):
-    world.run(jobs.check_rank_rows, num_ranks, ranks_per_node)
+    world.run(hybrid_ep_jobs.check_rank_rows, num_ranks, ranks_per_node)
 
 
 def test_a_process_ends_in_silence_with_buffers_that_nothing_closed(tmp_path):
@@ -62,15 +65,15 @@ def test_a_process_ends_in_silence_with_buffers_that_nothing_closed(tmp_path):
 
 
 def test_a_handle_replays_rows_and_weights(world):
-    world.run(jobs.check_replay, 2)
+    world.run(hybrid_ep_jobs.check_replay, 2)
 
 
 def test_a_handle_takes_other_weights_and_values_each_time(world):
-    world.run(jobs.check_other_weights_along_handles, 2)
+    world.run(along_handle_jobs.check_other_weights_along_handles, 2)
 
 
 def test_calls_along_a_handle_compute_little_outside_their_collective(world):
-    for counted in world.run(jobs.ops_along_handles, 2):
+    for counted in world.run(along_handle_jobs.ops_along_handles, 2):
         # On CUDA both combines with values are one collective.
         assert counted == {
             "dispatch": (4, 1),
@@ -83,15 +86,15 @@ def test_calls_along_a_handle_compute_little_outside_their_collective(world):
 
 
 def test_one_buffer_serves_layers_with_different_numbers_of_experts(world):
-    world.run(jobs.check_layers_with_different_experts, 2)
+    world.run(hybrid_ep_jobs.check_layers_with_different_experts, 2)
 
 
 def test_rows_of_bytes_come_back_wider(world):
-    world.run(jobs.check_fp8, 2)
+    world.run(hybrid_ep_jobs.check_fp8, 2)
 
 
 def test_a_dispatch_that_does_not_block_has_the_rows_asked_for(world):
-    world.run(jobs.check_static_rows, 2)
+    world.run(hybrid_ep_jobs.check_static_rows, 2)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -116,7 +119,7 @@ def test_models_may_be_built_under_another_default_device_and_dtype(world):
 
 
 def test_bad_calls_are_refused_in_a_sentence(world):
-    first, second = world.run(jobs.refusals, 2)
+    first, second = world.run(integration_mistake_jobs.refusals, 2)
     assert len(first) == len(second) == 7
     assert first[3].startswith("ValueError: topk_idx[0, 0] = -2 is no expert")
     assert second[3].startswith("RejectedInputError: ")
@@ -145,7 +148,7 @@ def test_handles_of_other_calls_are_named(world):
 
 
 def test_a_mistake_of_one_rank_is_told_to_all_others_at_once(world):
-    of_others, of_rank_1 = world.run(jobs.mistakes_of_one_rank, 2)
+    of_others, of_rank_1 = world.run(integration_mistake_jobs.mistakes_of_one_rank, 2)
     assert all(seconds < 10 for _, seconds in [*of_others, *of_rank_1]), (of_others, of_rank_1)
     for (theirs, _), (own, _) in zip(of_others, of_rank_1, strict=True):
         assert not own.startswith("RejectedInputError")

@@ -152,8 +152,8 @@ def are_streamed(num_rows: int, row_bytes: int) -> bool:
     """Return whether a dispatch stores its output past the caches: so many rows, here, of all payloads together.
 
     Where they exceed L2 (50 MB on an H200), those that are read later would have left it anyway. 2 H200, 2026-11-22, a
-    graph of a dispatch, with and without: 8192 tokens wide 0.381 and 0.391 ms, narrow 0.138 and 0.141; 2048 wide 0.120
-    and 0.123; 128 wide, which fits, 0.0242 and 0.0239.
+    graph of a dispatch, with and without: 8192 tokens wide 0.380 and 0.388 ms, narrow 0.135 and 0.141; 4096 wide 0.208
+    and 0.211.
 
     >>> are_streamed(8192 * 8, 14_336), are_streamed(128 * 8, 14_336)
     (True, False)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from test_watchdog import Ranks
+from watched_ranks import Ranks
 
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.status_server import FailureReport

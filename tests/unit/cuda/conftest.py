@@ -1,12 +1,14 @@
-"""Fixtures of the tests of repeated calls."""
+"""Fixtures of the tests of repeated calls, and of those on emulated kernels."""
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 
+from fusco.cuda.kernels import plan as plan_kernel
 from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
 from fusco.cuda.repeated_internode import RepeatedInternodeCombine, RepeatedInternodeDispatch
 
@@ -30,3 +32,15 @@ def no_bound(request):
             for name in ("intranode", "repeated_calls", "internode"):
                 stack.enter_context(mock.patch(f"fusco.cuda.{name}.affordable_bound_of", return_value=None))
         yield
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Folder of compiled emulated kernels, the same for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+
+
+@pytest.fixture
+def as_many_blocks_as_for_many_tokens(monkeypatch):
+    monkeypatch.setattr(plan_kernel, "plan_shape", lambda num_pairs: (512, -(-num_pairs // 8)))

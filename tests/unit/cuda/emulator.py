@@ -7,12 +7,15 @@ This finds wrong counts, wrong places, missing waits and deadlocks. It does not 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import os
 import random
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -144,17 +147,22 @@ def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, obj
     macros = [f"-D{key}={value}" for key, value in constants]
     headers = folder / "headers"
     if not headers.exists():
-        headers.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = Path(tempfile.mkdtemp(dir=folder))
         for header in (*SOURCE_DIR.glob("*.cuh"), _HERE / "base.cuh", _HERE / "simt.hpp"):
-            (headers / header.name).write_text(as_host_code(header.read_text()))
+            (written / header.name).write_text(as_host_code(header.read_text()))
+        with contextlib.suppress(OSError):  # another process has been quicker
+            written.rename(headers)
     key = hashlib.sha256("\n".join([source, *macros]).encode()).hexdigest()[:16]
     library = folder / f"{name}-{key}.so"
     if not library.exists():
-        code = folder / f"{name}-{key}.cpp"
+        code = folder / f"{name}-{key}-{os.getpid()}.cpp"
         code.write_text(source)
-        command = [str(_CXX), *_FLAGS, f"-I{headers}", *macros, str(code), "-o", str(library)]
+        built_library = code.with_suffix(".so")
+        command = [str(_CXX), *_FLAGS, f"-I{headers}", *macros, str(code), "-o", str(built_library)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert built.returncode == 0, built.stderr
+        built_library.replace(library)  # complete, whatever other processes do
     return library
 
 

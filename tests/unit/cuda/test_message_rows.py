@@ -112,9 +112,9 @@ def test_an_invalid_id_is_an_error_of_its_call_on_all_nodes(bad_id):
 
 @pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 @pytest.mark.parametrize("weights_dtype", [None, torch.float32, torch.float64], ids=str)
-def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(tmp_path_factory, weights_dtype):
+def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(folder, weights_dtype):
     scene = replace(SCENE, num_nodes=2)
-    world = Emulated(tmp_path_factory.mktemp("emulated"), 0).world(scene.layout, scene.placement, num_sms=2)
+    world = Emulated(folder, 0).world(scene.layout, scene.placement, num_sms=2)
     ids = torch.tensor([[0, 3], [1, -1], [7, 12], [-1, -5], [1 << 35, 2]])
     weights = None if weights_dtype is None else torch.rand(5, 2, dtype=weights_dtype)
     terms = ForwardingTerms(5, is_overflow_reported=False, sends_invalid_ids=True, ticket=3)
@@ -143,8 +143,8 @@ def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(tmp_path_factor
 
 
 @pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
-def test_a_launch_is_prepared_for_a_node_and_a_placement(tmp_path_factory):
-    world = Emulated(tmp_path_factory.mktemp("emulated"), 0).world(SCENE.layout, SCENE.placement, num_sms=2)
+def test_a_launch_is_prepared_for_a_node_and_a_placement(folder):
+    world = Emulated(folder, 0).world(SCENE.layout, SCENE.placement, num_sms=2)
     routing, terms = (
         Routing(torch.tensor([[0, 3], [1, 2], [2, 0]]), None),
         ForwardingTerms(None, is_overflow_reported=False, sends_invalid_ids=False, ticket=3),

@@ -27,11 +27,6 @@ LIMIT = 4
 emulated = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.mark.parametrize("payloads", PAYLOADS, ids=len)
 def test_rows_and_sums_have_the_bits_of_exact_ones(payloads):
     for order, kind in enumerate(KINDS):

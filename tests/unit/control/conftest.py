@@ -1,0 +1,20 @@
+"""Fixtures of the tests of watchdogs."""
+
+from contextlib import ExitStack
+
+import pytest
+from watched_ranks import Ranks, SleepClock
+
+
+@pytest.fixture
+def ranks():
+    with ExitStack() as stack:
+        yield Ranks(stack, num_others=3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of all watchdogs in a test."""
+    clock = SleepClock()
+    monkeypatch.setattr("fusco.control.watchdog.time", clock)
+    return clock

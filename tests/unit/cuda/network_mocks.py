@@ -1,0 +1,102 @@
+"""Mocks of what a network uses: NCCL, events, replayed messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from fusco.cuda.nccl import Message
+from fusco.cuda.network import Network
+from fusco.cuda.replayed_messages import ReplayedMessages
+
+DEVICE = torch.device("cuda", 3)
+LIMIT_S, NO_LIMIT_S = 0.3, 600.0
+SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
+
+
+class Nccl:
+    """Mock of ``NcclTransport``; with ``hangs``, a launch blocks until it is aborted."""
+
+    def __init__(self, *_, channels_per_peer=None) -> None:
+        self.channels_per_peer = channels_per_peer
+        self.failure, self.aborts, self.finishes, self.launches, self.hangs = "", [], [], [], False
+        self.has_aborted = threading.Event()
+
+    def exchange(self, sends, receives, stream) -> None:
+        self.launches.append((sends, receives, stream))
+        if self.hangs:
+            self.has_aborted.wait(10 * SLACK_S)
+
+    def abort(self) -> None:
+        self.aborts.append(time.monotonic())
+        self.has_aborted.set()
+
+    def finish(self) -> None:
+        self.finishes.append(time.monotonic())
+
+
+class Watchdog:
+    has_failed_rank = has_departed_rank = False
+
+    def wait_until(self, is_ready, stall) -> None:
+        raise AssertionError("unexpected wait")
+
+
+class Event:
+    """Replaces ``torch.cuda.Event``."""
+
+    made: list[Event]
+
+    def __init__(self) -> None:
+        self.stream, self.is_done = None, False
+        Event.made.append(self)
+
+    def record(self, stream) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+class OnHost(ReplayedMessages):
+    """Replayed messages of which a test tells."""
+
+    def __init__(self, device) -> None:
+        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
+            super().__init__(torch.device("cpu"))
+        self.calls = []
+
+    def begin(self, stream, peers) -> None:
+        self.calls.append(("begin", stream))
+        self._peers.update(peers)
+
+    def end(self, stream) -> None:
+        self.calls.append(("end", stream))
+
+    def replay(self, *, is_done: bool) -> None:
+        """Write what the device writes."""
+        self._memory[:1].copy_(self._waiting)
+        if is_done:
+            self._memory.copy_(self._done)
+
+
+@contextmanager
+def network_to(num_remote_nodes):
+    Event.made = []
+    with (
+        mock.patch("fusco.cuda.network.NcclTransport", Nccl),
+        mock.patch("fusco.cuda.network.ReplayedMessages", OnHost),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        stream = mock.Mock(cuda_stream=77, device=DEVICE)
+        network = Network(mock.Mock(), Watchdog(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
+        yield network
+        network.close()
+
+
+SENDS, RECEIVES = [Message(3, 100, 10)], [Message(2, 200, 1500), Message(3, 300, 500)]
