@@ -91,6 +91,19 @@ def end_in_a_handler(group: dist.ProcessGroup, ranks_per_node: int, how: str) ->
     return kind, text, took_s, len(os.listdir("/proc/self/fd")) - num_before
 
 
+def close_while_others_call(group: dist.ProcessGroup, ranks_per_node: int) -> tuple[str, float]:
+    """Rank 1 closes while rank 0 is in a verb, then rank 0 closes: return the first error, and the seconds of both."""
+    comm = _open(group, ranks_per_node)
+    _use(comm)
+    began, kind = time.monotonic(), "no error"
+    try:
+        (_use if group.rank() == 0 else fusco.Communicator.close)(comm)
+    except fusco.MismatchError as error:
+        kind = str(error)
+    comm.close()
+    return kind, time.monotonic() - began
+
+
 def drop_while_others_close(group: dist.ProcessGroup, ranks_per_node: int) -> float:
     """Return the seconds that rank 0 takes to close while rank 1 does not close."""
     comm = _open(group, ranks_per_node)

@@ -44,6 +44,13 @@ def test_close_does_not_wait_for_a_rank_that_has_left(world, ranks_per_node):
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_close_does_not_wait_for_a_rank_that_closed_too_early(world, ranks_per_node):
+    for text, took_s in world.run(jobs.close_while_others_call, 2, ranks_per_node):
+        assert text == "ranks call different collectives: dispatch on rank 0, close on rank 1"
+        assert took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize("how", ["raises", "aborts"])
 def test_a_refusal_counts_though_its_rank_left_before_it_was_seen(world, ranks_per_node, how):
     assert world.run(jobs.refuse_and_end, 2, ranks_per_node, how)[0] == "RejectedInputError"

@@ -195,12 +195,7 @@ class Communicator(Membership):
 
     @uncompiled
     def combine(
-        self,
-        y: torch.Tensor,
-        handle: Handle,
-        *,
-        weights: Literal["topk"] | None = "topk",
-        launch: Launch | None = None,
+        self, y: torch.Tensor, handle: Handle, *, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
     ) -> torch.Tensor:
         """Return expert-major rows to their tokens: ``out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]``.
 
@@ -249,8 +244,11 @@ class Communicator(Membership):
             pending = [self._engine.prepare_combine(part, call) for part in request.parts]
             return Pending((), lambda _: tuple(each.run(()) for each in pending))
 
-        ys = list(map(_detached, ys))
-        return self._run("combine_all", lambda: self._validator.validate_combine_all(ys, handle, launch), prepare)
+        return self._run(
+            "combine_all",
+            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
+            prepare,
+        )
 
     @uncompiled
     def dispatch_weights(

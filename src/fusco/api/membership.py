@@ -188,7 +188,7 @@ class Membership:
                 pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
                 with cleanup_after(error, "the communicator's resources could not be released"):
-                    self._end()
+                    self._leave(f"left its communicator, as close raised {type(error).__name__}")
                 raise
             self._end()
         if pending:
@@ -203,10 +203,7 @@ class Membership:
         if self._is_closed or not self._session.access.is_own_process or self._has_interrupted("aborted"):
             return
         with self._session.access.alone("abort"):
-            try:
-                self._session.depart("left its communicator")
-            finally:
-                self._end()
+            self._leave("left its communicator")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._session.access.is_own_process:
@@ -228,6 +225,13 @@ class Membership:
         self._session.access.at_end(self._end)
         self._session.interrupt(f"{what} its communicator in the middle of {operation}, in a signal handler")
         return True
+
+    def _leave(self, reason: str) -> None:
+        """Release all resources; ranks that wait for this one raise."""
+        try:
+            self._session.depart(reason)
+        finally:
+            self._end()
 
     def _end(self) -> None:
         self._is_closed = True

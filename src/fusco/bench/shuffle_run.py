@@ -11,7 +11,7 @@ from fusco.core.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleRun:
-    """Several workloads, which differ in their routing only, and how to measure them."""
+    """Several workloads that differ in their routing only, and how to measure them."""
 
     workloads: tuple[Workload, ...]  # one for each kind of traffic, at least one
     variants: tuple[str, ...]  # names of ``fusco.bench.variants``
@@ -23,6 +23,14 @@ class ShuffleRun:
     has_timeline: bool = False  # whether one dispatch and combine of fusco are recorded
     # on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0
     rank_gbs: float = 0.0
+
+    def __post_init__(self) -> None:
+        shapes = {
+            (load.topology, load.placement, load.tokens, load.hidden, load.num_topk, load.dtype)
+            for load in self.workloads
+        }
+        if len(shapes) != 1:
+            raise ValueError(f"workloads of one run must be of one shape, got {len(shapes)}")
 
     @property
     def shape(self) -> Workload:

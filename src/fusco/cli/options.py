@@ -113,6 +113,13 @@ JsonFile = Annotated[
 ]
 
 
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """Return the values of the options that the user has given, by name: ``--num-experts``."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    names_given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return {f"--{name.replace('_', '-')}": context.params[name] for name in names_given}
+
+
 def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:
     """Return names given with commas between them, repeatedly, or both; all allowed ones without the option.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fusco.bench.explain import PlanRecord, RankLoad, ShuffleRecord
-    from fusco.core.topology import Topology
 
-_SKEW, _BYTES_PER_RANK = 0.8, 16 << 20
+_OF_BOTH, _OF_SHUFFLE = ("--nodes", "--ranks-per-node", "--seed", "--json"), ("--shuffle", "--bytes-per-rank", "--skew")
 
 
 @with_groups
 def plan(
+    context: typer.Context,
     *,
     nodes: options.Nodes = 2,
     ranks_per_node: options.RanksPerNode = 4,
@@ -38,12 +37,9 @@ def plan(
         typer.Option(help="Plan a shuffle of segments of these sizes between ranks, instead of a dispatch."),
     ] = None,
     bytes_per_rank: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 50, help="With --shuffle: mean bytes that a rank sends. Default: 16 MiB."),
-    ] = None,
-    skew: Annotated[
-        float | None, typer.Option(min=0, max=100, help="With --shuffle zipf: skew of the sizes. Default: 0.8.")
-    ] = None,
+        int, typer.Option(min=1, max=1 << 50, help="With --shuffle: mean bytes that a rank sends.")
+    ] = 16 << 20,
+    skew: Annotated[float, typer.Option(min=0, max=100, help="With --shuffle zipf: skew of the sizes.")] = 0.8,
     json: options.JsonFile = None,
 ) -> None:
     """Explain one plan: traffic between nodes, ranks with and without lanes, balancers, duplicates avoided, memory.
@@ -52,47 +48,36 @@ def plan(
 
     Pure computation: nothing is sent, and no other process is started.
     """
-    from fusco.bench.explain import explain
+    from fusco.bench.explain import explain, explain_shuffle
     from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.matrices import make_rank_bytes
     from fusco.core.topology import Topology
+    from fusco.cpu.layout import SLICE_BYTES
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    _check(shuffle, options.given_options(context))
     if shuffle is not None:
-        is_given = {"traffic": traffic != names.Pattern.IMBALANCED, "balancer": balancer != "lanes"}
-        _check_no_dispatch(workload, is_given)
-        segments = _explain_shuffle(shuffle, topology, bytes_per_rank, skew, workload.seed)
+        rank_bytes = make_rank_bytes(shuffle, topology.world_size, bytes_per_rank, skew=skew, seed=workload.seed)
+        segments = explain_shuffle(shuffle, rank_bytes, topology, SLICE_BYTES)
         _print_shuffle(segments, new_console(json))
         write_json_lines([segments], json)
         return
-    for option, value in (("--bytes-per-rank", bytes_per_rank), ("--skew", skew)):
-        if value is not None:
-            raise ValueError(f"{option} {value} goes with --shuffle, such as --shuffle zipf")
     (planned,) = workload.workloads([traffic], topology)
     record = explain(planned, balancer)
     _print(record, new_console(json))
     write_json_lines([record], json)
 
 
-def _check_no_dispatch(workload: options.WorkloadOptions, is_given: dict[str, bool]) -> None:
-    """Raise ``ValueError`` for options of a dispatch that differ from their defaults."""
-    is_given |= {f.name: getattr(workload, f.name) != f.default for f in fields(workload) if f.name != "seed"}
-    given = ["--" + name.replace("_", "-") for name, differs in is_given.items() if differs]
-    if given:
-        raise ValueError(f"--shuffle plans segments, without tokens and experts: leave out {', '.join(given)}")
-
-
-def _explain_shuffle(
-    kind: names.MatrixKind, topology: Topology, bytes_per_rank: int | None, skew: float | None, seed: int
-) -> ShuffleRecord:
-    from fusco.bench.explain import explain_shuffle
-    from fusco.bench.matrices import make_rank_bytes
-    from fusco.cpu.layout import SLICE_BYTES
-
-    if skew is not None and kind != "zipf":
-        raise ValueError(f"--skew {skew:g} goes with --shuffle zipf, not with {kind}")
-    skew = _SKEW if skew is None else skew
-    rank_bytes = make_rank_bytes(kind, topology.world_size, bytes_per_rank or _BYTES_PER_RANK, skew=skew, seed=seed)
-    return explain_shuffle(kind, rank_bytes, topology, SLICE_BYTES)
+def _check(shuffle: str | None, given: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for options of a dispatch with ``--shuffle``, and for options of a shuffle without it."""
+    if shuffle is None:
+        for option in _OF_SHUFFLE:
+            if option in given:
+                raise ValueError(f"{option} {given[option]} goes with --shuffle, such as --shuffle zipf")
+    elif of_dispatch := [option for option in given if option not in (*_OF_BOTH, *_OF_SHUFFLE)]:
+        raise ValueError(f"--shuffle plans segments, without tokens and experts: leave out {', '.join(of_dispatch)}")
+    elif shuffle != "zipf" and "--skew" in given:
+        raise ValueError(f"--skew {given['--skew']:g} goes with --shuffle zipf, not with {shuffle}")
 
 
 def _print_shuffle(record: ShuffleRecord, console: Console) -> None:

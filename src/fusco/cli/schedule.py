@@ -22,25 +22,23 @@ if TYPE_CHECKING:
     from fusco.schedule.stages import IntArray
 
 _MAX_ROWS = 24  # of a table; a screenful
-_SKEW = 0.8
 _MAX_NODES = 256  # their exact stages, up to 65,026 of 256 pairs each, fit into memory
-
+_OF_MADE = ("--nodes", "--matrix", "--skew", "--largest", "--seed")  # options of a matrix that is made
 
 # Mode of the stages to show; "auto" is the one with the shortest modelled time.
 ShownMode = Literal["auto", "exact", "few", "spread-out"]
 
 
 def schedule(
-    nodes: Annotated[
-        int | None, typer.Option(min=1, max=_MAX_NODES, help="Nodes of a generated matrix. Default: 4.")
-    ] = None,
-    matrix: Annotated[MatrixKind | None, typer.Option(help="Kind of a generated matrix. Default: random.")] = None,
-    skew: Annotated[float | None, typer.Option(min=0, max=100, help="Skew of a Zipf matrix. Default: 0.8.")] = None,
+    context: typer.Context,
+    *,
+    nodes: Annotated[int, typer.Option(min=1, max=_MAX_NODES, help="Nodes of a generated matrix.")] = 4,
+    matrix: Annotated[MatrixKind, typer.Option(help="Kind of a generated matrix.")] = "random",
+    skew: options.Skew = 0.8,
     largest: Annotated[
-        int | None,
-        typer.Option(min=1, max=1 << 62, help="Largest entry of a generated matrix, in bytes. Default: 100,000,000."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a generated matrix. Default: 0.")] = None,
+        int, typer.Option(min=1, max=1 << 62, help="Largest entry of a generated matrix, in bytes.")
+    ] = 100_000_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of a generated matrix.")] = 0,
     file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Read the matrix of bytes from here: .npy or .csv.")
     ] = None,
@@ -61,17 +59,14 @@ def schedule(
     from fusco.bench.schedules import compare_modes
     from fusco.schedule import Links
 
-    made = {"nodes": nodes, "matrix": matrix, "skew": skew, "largest": largest, "seed": seed}
-    given = [f"--{option}" for option, value in made.items() if value is not None]
-    if file and given:
-        raise ValueError(f"{', '.join(given)}: for a matrix that is made, not one that --file reads")
+    given = options.given_options(context)
+    if file and (of_made := [name for name in _OF_MADE if name in given]):
+        raise ValueError(f"{', '.join(of_made)}: for a matrix that is made, not one that --file reads")
     if file:
         name, node_bytes = str(file), load_matrix(file)
     else:
-        kind = matrix or "random"
-        skew = _SKEW if skew is None else skew
-        name = kind + (f" {skew:g}" if kind == "zipf" else "")
-        node_bytes = make_matrix(kind, nodes or 4, largest=largest or 100_000_000, skew=skew, seed=seed or 0)
+        name = matrix + (f" {skew:g}" if matrix == "zipf" else "")
+        node_bytes = make_matrix(matrix, nodes, largest=largest, skew=skew, seed=seed)
     if len(node_bytes) > _MAX_NODES:
         raise ValueError(f"{name} has {len(node_bytes)} nodes, at most {_MAX_NODES} are scheduled here")
     links = Links(latency_us=latency_us, internode_gbs=internode_gbs)

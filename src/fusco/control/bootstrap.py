@@ -62,12 +62,7 @@ def exchange_peer_info(
     ``check_fingerprints``.
     """
     network = os.stat("/proc/self/ns/net").st_ino
-    local = {
-        "fingerprint": asdict(fingerprint),
-        "host": host_identity(),
-        "device": asdict(device),
-        "network": network,
-    }
+    local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device), "network": network}
     peers = store_gather.all_gather("bootstrap", local)
     check_fingerprints([CollectiveFingerprint(**peer["fingerprint"]) for peer in peers], store_gather.rank)
     hosts = [peer["host"] for peer in peers]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,6 +15,10 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.planner.internode import InternodeTraffic
 
 _OWN = 0  # in place of the rows per slice
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(kw_only=True)
@@ -25,6 +31,11 @@ class InternodePlan(DevicePlan):
     traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
     forwarding: ForwardingTensors  # the tokens that this rank sends to other nodes
     num_empty_rows: int = 0  # rows of this rank's messages to other nodes that no token fills, if the host knows it
+    # the repeated dispatch that has made it, if that still exists, and what it has allocated for a repeated combine
+    made_by: Callable[[], Any] = field(default=_nothing, init=False, repr=False, compare=False)
+    allocated: tuple[object, tuple[torch.Tensor, torch.Tensor] | None] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
     _slices: dict[int, list[HeldRows | RowRun]] = field(default_factory=dict)
 
     @property

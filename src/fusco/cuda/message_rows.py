@@ -73,8 +73,7 @@ class MessageRows:
 
         The plan of the dispatch must have been waited for.
         """
-        assert self.summary.is_of(ticket), ticket
-        num_sent = sum(self.summary.num_rows_to_node)
+        num_sent = self.summary.num_sent(ticket)
         num_empty = self._num_empty[shape] = shape[0] * (self.summary.num_nodes - 1) - num_sent
         return num_empty
 

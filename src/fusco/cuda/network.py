@@ -39,11 +39,21 @@ def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
     return [Message(peer, memory.data_ptr(), memory.nbytes) for peer, memory in memories if memory.nbytes]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _InFlight:
-    is_done: Callable[[], bool]
+    """What the watchdog waits for. Not frozen, as that makes objects three times as slowly."""
+
+    is_done: Callable[[], bool]  # may be replaced
     stall: Stall
     let_go: Callable[[], object] | None = None  # called once it is done, in the watchdog's thread
+
+
+def _not_yet() -> bool:
+    return False
+
+
+def _at_once() -> bool:
+    return True
 
 
 class SpareEvents:
@@ -107,8 +117,7 @@ class Network:
         stream = stream or self.stream
         is_captured = torch.cuda.is_current_stream_capturing()
         stall = _stall_of(sends, receives, what)
-        has_launched: list[bool] = []
-        self.nccl_watchdog.watch(lambda: bool(has_launched), stall)
+        launching = self.nccl_watchdog.watch(_not_yet, stall)
         if is_captured:
             self._replays.begin(stream, stall.on_ranks)
         try:
@@ -116,7 +125,7 @@ class Network:
         except TransportError as error:
             self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
-        has_launched.append(True)
+        launching.is_done = _at_once
         if is_captured:
             self._replays.end(stream)
             self.nccl_watchdog.watch_replays(self._replays)
@@ -146,8 +155,7 @@ class Network:
         let_go: Callable[[], object] | None = None,
     ) -> int:
         """Launch messages by a call, and return its result; ``is_done`` says whether they are complete, afterwards."""
-        launched: list[int] = []
-        self.nccl_watchdog.watch(lambda: bool(launched) and is_done(), stall, let_go)
+        launching = self.nccl_watchdog.watch(_not_yet, stall, let_go)
         try:
             outcome = self._nccl.launch(call)
         except TransportError as error:
@@ -156,7 +164,7 @@ class Network:
         if outcome is None:  # it has been aborted, which the wait raises
             self._watchdog.wait_until(lambda: False, lambda: stall)
             raise AssertionError("unreachable")
-        launched.append(outcome)
+        launching.is_done = is_done
         return outcome
 
     def finish(self) -> None:
@@ -213,15 +221,17 @@ class NcclWatchdog:
         self._thread = threading.Thread(target=self._run, name="fusco NCCL watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, is_done: Callable[[], bool], stall: Stall, let_go: Callable[[], object] | None = None) -> None:
+    def watch(self, is_done: Callable[[], bool], stall: Stall, let_go: Callable[[], object] | None = None) -> _InFlight:
         """Time out if ``is_done`` stays false and no other watched condition becomes true.
 
         Waking the thread would cost the caller more than a launch, so the thread looks now and then in any case.
-        ``let_go`` is called once it is true.
+        ``let_go`` is called once it is true. The condition of what is returned may be replaced.
         """
         if not self._in_flight:
             self._since_progress = time.monotonic()
-        self._in_flight.append(_InFlight(is_done, stall, let_go))
+        in_flight = _InFlight(is_done, stall, let_go)
+        self._in_flight.append(in_flight)
+        return in_flight
 
     def watch_replays(self, replays: ReplayedMessages) -> None:
         """Time out if messages that a graph replays do not complete, from now on."""

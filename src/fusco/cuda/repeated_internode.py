@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from fusco.engine.base import CombineRequest, DispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
 _ALIGNMENT = 16  # of rows, in bytes
+_MAX_EARLY_BYTES = 16 << 20  # of memory that a combine may have before it is called: more is in calls that take long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         Repeated.__init__(self, calls, request.launch, record, max(launched.grid for launched in latest.scatters))
         self._keep(calls, request, plan, num_slots)
         self._of_plan["traffic"] = plan.traffic
+        self.combine: RepeatedInternodeCombine | None = None  # the latest that has followed
+        self._reference = weakref.ref(self)  # a handle must not keep a communicator's memory
         self._network, self._message_rows, self._events = calls.network, calls.shuffle.message_rows, SpareEvents()
         self._shape, self._row_bytes = request.routing.topk_idx.shape, sum(map(row_bytes, request.payloads))
         self._forwardings, self._num_empty = ForwardingMemory(plan.forwarding, calls.spare_limit), 0
@@ -193,6 +197,9 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         let_go = partial(self._events.give_back, event) if event else None
         self._network.launch(call, self._stall, is_done, let_go)
         plan = InternodePlan(num_slots=num_slots or 0, tables=tables, forwarding=forwarding, **self._of_plan)
+        plan.made_by = self._reference
+        if self.combine and not is_static:
+            self.combine.expect(plan)
         if num_slots is None:
             self._wait_for_size(plan)
             outputs += self._new_outputs(self._arguments_of(plan.num_slots))
@@ -249,6 +256,8 @@ class RepeatedInternodeCombine(Repeated):
         self._num_empty = 0
         self._scratch: torch.Tensor | None = None  # of a call between ``output`` and ``run``
         self._launches = self._prepare(calls, request, latest)
+        out_bytes = self._num_tokens * self._hidden * request.rows.dtype.itemsize
+        self._is_small = self._scratch_bytes + out_bytes <= _MAX_EARLY_BYTES
 
     def _prepare(
         self, calls: RepeatedInternodeCalls, request: CombineRequest[InternodePlan], latest: LatestCombine
@@ -296,20 +305,36 @@ class RepeatedInternodeCombine(Repeated):
         profile.internode_row_bytes, profile.internode_metadata_bytes = self._bytes
         profile.internode_empty_bytes = self._num_empty * self._row_bytes
 
+    def _is_of(self, plan: InternodePlan) -> bool:
+        return plan.traffic is self._traffic and (plan.first_row, plan.tables.shape, plan.stream) == self._of_plan
+
+    def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for sums of parts, and for the result."""
+        return self._allocate((self._scratch_bytes,), (1,), torch.uint8), self._allocate(*self._out)
+
+    def expect(self, plan: InternodePlan) -> None:
+        """Allocate memory for a combine that will probably follow a dispatch: meanwhile the host would only wait."""
+        if self._is_small and self._is_of(plan) and torch.is_inference_mode_enabled() is self._is_inference:
+            plan.allocated = self._of_plan, or_none(self._new_memory)
+
     def output(self, y: torch.Tensor, plan: InternodePlan, launch: Launch | None) -> torch.Tensor | None:
         """Return memory for the sums; ``None`` if the call is another one."""
-        if plan.traffic is not self._traffic or (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:
+        if not self._is_of(plan) or y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
             return None
-        if y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
+        allocated, plan.allocated = plan.allocated, None
+        memory = allocated[1] if allocated and allocated[0] is self._of_plan else None
+        if memory is None and (memory := or_none(self._new_memory)) is None:
             return None
-        self._scratch = or_none(self._allocate, (self._scratch_bytes,), (1,), torch.uint8)
-        return None if self._scratch is None else or_none(self._allocate, *self._out)
+        self._scratch, out = memory
+        return out
 
     def run(self, y: torch.Tensor, plan: InternodePlan, out: torch.Tensor) -> None:
         """Launch it, once all ranks agree."""
         scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
+        if dispatch := plan.made_by():
+            dispatch.combine = self
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)
         self._network.launch(call, self._stall, event.query, partial(self._events.give_back, event))

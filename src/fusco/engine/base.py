@@ -157,10 +157,7 @@ class RedispatchRequest(Request, Generic[PlanT]):
 
     @property
     def fields(self) -> Fields:
-        return {
-            "payloads": list(map(describe_rows, self.payloads)),
-            "requires_grad": str(wants_grad(self.payloads[0])),
-        }
+        return {"payloads": list(map(describe_rows, self.payloads)), "requires_grad": str(wants_grad(self.payloads[0]))}
 
 
 @dataclass(kw_only=True)
@@ -259,11 +256,7 @@ class AllToAllRequest(Request):
 
     @property
     def fields(self) -> Fields:
-        return {
-            "rows": describe_rows(self.input),
-            "schedule": str(self.mode),
-            "requires_grad": str(self.requires_grad),
-        }
+        return {"rows": describe_rows(self.input), "schedule": str(self.mode), "requires_grad": str(self.requires_grad)}
 
 
 @dataclass

@@ -11,6 +11,8 @@ from fusco.offload.copier import Copier
 from fusco.offload.copy import Copy
 from fusco.offload.mover import FROM_HOST, TO_HOST
 
+_LOCK = threading.Lock()  # so that threads make a GPU's copier once
+
 
 def copy_to_host(tensor: torch.Tensor, pinned: torch.Tensor, *, copier: Copier | None = None) -> Copy:
     """Copy a CUDA tensor to pinned host memory, also over the PCIe links of idle GPUs of this host.
@@ -48,18 +50,13 @@ def copier_of(device: torch.device | int) -> Copier:
     Raises as ``Copier``.
     """
     index = device if isinstance(device, int) else device.index
-    with _lock():
+    with _LOCK:
         return _copier(torch.cuda.current_device() if index is None else index)
 
 
 @cache
 def _copier(device: int) -> Copier:
     return Copier(device)
-
-
-@cache
-def _lock() -> threading.Lock:
-    return threading.Lock()
 
 
 def _copy(direction: int, tensor: torch.Tensor, pinned: torch.Tensor, copier: Copier | None) -> Copy:

@@ -114,3 +114,11 @@ def test_what_is_no_collective_is_refused_before_it_begins():
         with pytest.raises(ValueError, match=f"{name} waits on the host, so it cannot be captured in a CUDA graph"):
             call()
     assert scene.engine.method_calls == scene.session.method_calls == []
+
+
+def test_rows_that_are_no_sequence_are_refused_on_all_ranks(capture):
+    capture.return_value = False
+    scene = Scene(Topology.of_equal_nodes(4, 4))
+    with pytest.raises(TypeError, match="not iterable"):
+        scene.comm.combine_all(None, scene.handle)
+    assert "not iterable" in scene.told()

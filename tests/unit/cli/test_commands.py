@@ -160,6 +160,10 @@ def test_plan_refuses_what_no_memory_holds(arguments):
             ["plan", "--shuffle", "zipf", "--num-topk", "4", "--traffic", "trace"],
             "error: --shuffle plans segments, wit",
         ),
+        (  # also if it is given as it is by default
+            ["plan", "--shuffle", "zipf", "--tokens", "1024"],
+            "error: --shuffle plans segments, without tokens and experts: leave out --tokens",
+        ),
         (["bench", "host", "--ranks", "1", "--ranks", "0"], "error: --ranks 1, 0: "),
         (["plan", "--json", "/nowhere/a"], "error: --json /nowhere/a: there is no directory /nowhere"),
         (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),

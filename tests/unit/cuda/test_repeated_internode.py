@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -121,3 +122,26 @@ def test_an_overflow_of_messages_is_raised_by_the_call_after_it(repeats):
 
     Node(topology=NODES).run(program)
     assert repeats()[0] == 2 * 2
+
+
+@pytest.mark.parametrize(("case", "max_bytes"), [("exact", 1 << 20), ("exact", 0), ("static", 1 << 20)])
+def test_a_combine_has_its_memory_when_a_dispatch_that_waits_for_its_plan_returns(case, max_bytes):
+    def program(comm, other, _library):
+        for step in range(6):
+            assert same(*(pair(each, step, **CASES[case]) for each in (comm, other))), step
+        x, ids, weights = inputs(comm.rank, 6)
+        sent = comm.dispatch(x, ids, weights, **CASES[case])
+        plan = sent.handle.plan
+        early = plan.allocated[1][1] if plan.allocated else None
+        assert (early is not None) == (case == "exact" and max_bytes > 0)
+        rows = sent.rows.nan_to_num()
+        first, second = (comm.combine(rows, sent.handle) for _ in range(2))
+        assert plan.allocated is None
+        assert early is None or first.data_ptr() == early.data_ptr() != second.data_ptr()
+        assert torch.equal(first, second)
+        return sent.handle
+
+    with mock.patch("fusco.cuda.repeated_internode._MAX_EARLY_BYTES", max_bytes):
+        handles = Node(topology=NODES).run(program)
+    gc.collect()
+    assert all(handle.plan.made_by() is None for handle in handles.values())  # a handle keeps no communicator's memory

@@ -74,20 +74,19 @@ class PrefillBench:
         on_step()
         all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
         iterations: dict[str, list[Iteration]] = {variant.name: [] for variant in variants}
-        sections: dict[str, dict[str, float]] = {variant.name: {} for variant in variants}
         dtype = self._job.dtype
         verified = [each for each in variants if not any(found.failures(dtype) for found in all_of[each.name])]
         for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
             for variant in verified:
                 iterations[variant.name].append(self._iteration(prompts, variant))
             on_step()
-        sections.update(self._sections(prompts, verified, on_step))
+        sections = self._sections(prompts, verified, on_step)
         of_ranks = self._gather({name: found[_NUM_WARM_UPS:] for name, found in iterations.items()})
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
         found = []
         for name in iterations:
             of_all = list(zip(*(rank[name] for rank in of_ranks), strict=True))
-            measured = Measured(iterations=of_all, section_ms=sections[name], deviations=all_of[name])
+            measured = Measured(iterations=of_all, section_ms=sections.get(name, {}), deviations=all_of[name])
             found.append(summarize(self._job, case, name, measured, peak))
         return found
 

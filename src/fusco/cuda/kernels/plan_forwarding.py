@@ -44,7 +44,7 @@ class ForwardingSummary:
     def __init__(self, num_nodes: int, own_node: int) -> None:
         self.num_nodes, self.own_node = num_nodes, own_node
         self._memory = torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu").pin_memory()
-        self._words = Flags(self._memory)
+        self._words, self._plain = Flags(self._memory), self._memory.numpy().data
 
     @property
     def address(self) -> int:
@@ -60,6 +60,13 @@ class ForwardingSummary:
         """Tokens for each node; 0 for this one."""
         words = (self._words.load(node) for node in range(self.num_nodes))
         return [0 if node == self.own_node else word & _LOW_HALF for node, word in enumerate(words)]
+
+    def num_sent(self, ticket: int) -> int:
+        """Return the tokens for all other nodes together, of a launch that the host has waited for in some way."""
+        words = self._plain[: self.num_nodes].tolist()  # of which no load need acquire: quicker
+        assert all(word >> 32 & _LOW_HALF == ticket for word in words), (words, ticket)
+        del words[self.own_node]
+        return sum(word & _LOW_HALF for word in words)
 
     @property
     def bad_pair(self) -> int:
