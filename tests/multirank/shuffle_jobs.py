@@ -188,3 +188,34 @@ def bytes_sent_for_one_rank(group: dist.ProcessGroup, setup: Setup, num_bytes: i
             pair = (src, comm.rank)
             check_arrival(received[pair], before[pair], payloads[pair].stream, f"from rank {src}")
         return comm.profile.internode_row_bytes
+
+
+def reads_of_overwritten_memory(group: dist.ProcessGroup, setup: Setup) -> list[str]:
+    """Errors of backward passes that need what a verb has overwritten since: for each verb that writes."""
+    errors = []
+    with setup.open(group) as comm:
+        peer, of_all = comm.rank ^ 1, comm.topology.world_size
+
+        def whole(tensor: torch.Tensor) -> fusco.Segments:
+            return fusco.Segments(tensor, torch.tensor([0]), torch.tensor([tensor.nbytes]))
+
+        def between_two(written: torch.Tensor) -> None:
+            for is_sender in (comm.rank < peer, comm.rank > peer):
+                if is_sender:
+                    comm.gather_send(whole(torch.ones(of_all)), peer)
+                else:
+                    comm.scatter_recv(whole(written), peer)
+
+        for verb in (
+            lambda written: comm.all_to_all(written, torch.ones(of_all)),
+            lambda written: comm.shuffle({peer: whole(torch.ones(of_all))}, {peer: whole(written)}),
+            between_two,
+        ):
+            weight, written = torch.ones(of_all, requires_grad=True), torch.zeros(of_all)
+            product = weight * written
+            verb(written)
+            assert written.tolist() == [1.0] * of_all
+            errors.append(attempt(product.sum().backward).text)
+            with torch.inference_mode():
+                verb(torch.zeros(of_all))
+    return errors

@@ -60,6 +60,13 @@ def test_between_two_ranks(world, ranks_per_node):
     world.run(jobs.check_pairs, 4, setup_of(ranks_per_node), [0, 1, 128, 3001], 400)
 
 
+@pytest.mark.cpu_only
+def test_a_backward_pass_that_needs_what_was_overwritten_raises(world):
+    for errors in world.run(jobs.reads_of_overwritten_memory, 2, dataclasses.replace(SETUP, ranks_per_node=1)):
+        assert len(errors) == 3
+        assert all("modified by an inplace operation" in error for error in errors), errors
+
+
 def test_several_senders_to_one_rank(world):
     world.run(jobs.overlap_senders, 4, setup_of(2))
 

@@ -27,7 +27,7 @@ from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.profile import Call
-from fusco.core.rows import wants_grad
+from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
 from fusco.engine.base import CombineAllRequest, Pending
 from fusco.planner.balancer import Balancer
@@ -296,6 +296,8 @@ class Communicator(Membership):
                 neither each other nor those to send. That is not checked, and the bytes are undefined then.
         """
         self._run("shuffle", lambda: self._validator.validate_shuffle(send, receive), self._engine.prepare_shuffle)
+        for segments in receive.values():
+            count_as_changed(segments.base)
 
     @uncompiled
     def all_to_all(
@@ -349,6 +351,8 @@ class Communicator(Membership):
             lambda: self._validator.validate_all_to_all(output, input, splits, schedule),
             self._engine.prepare_all_to_all,
         )
+        if output is not None:
+            count_as_changed(output)
         if output is not None or not wants_grad(input):
             return request.output
 
@@ -380,6 +384,7 @@ class Communicator(Membership):
             self._validator.validate_segments("scatter_recv", segments, src)
             with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
                 self._engine.stream(name, {}, {src: segments})
+        count_as_changed(segments.base)
 
     def __enter__(self) -> Communicator:
         return self

@@ -64,7 +64,8 @@ class Dispatched:
         payloads: expert-major rows (num_rows, ...) of each payload, in its dtype. Blocks are in order of local expert,
             rows of a block in order of (source rank, token, k). Padding inside the blocks is zero. With static rows,
             those behind the last block are uninitialised.
-        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding.
+        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding. The handle reads it,
+            too, so change a copy only.
         weights: the weight of each row (num_rows,), if requested.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         event: recorded after the dispatch, if it runs on the communicator's stream; see ``wait``.

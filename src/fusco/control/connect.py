@@ -68,7 +68,10 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         watchdog.begin(0, "Communicator")
         store_gather.watched_by(watchdog)
         num_neighbours = sum(host == hosts[store_gather.rank] for host in hosts)
-        memory = NodeMemory(sizes.control, store_gather.rank, _map_segments(store_gather, sizes, num_neighbours))
+        segments = _map_segments(store_gather, sizes, num_neighbours)
+        for segment in segments:
+            resources.enter_context(segment)
+        memory = NodeMemory(sizes.control, store_gather.rank, segments)
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
         mesh = connecting(

@@ -21,8 +21,14 @@ class Liveness:
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        self._memory_maps = {rank: _open_memory_map(pid) for rank, pid in pids.items()}
+        self._memory_maps: dict[int, int | None] = {}
         self._connections: dict[int, int] = {}
+        try:
+            for rank, pid in pids.items():
+                self._memory_maps[rank] = _open_memory_map(pid)
+        except BaseException:
+            self.close()
+            raise
 
     def add_connections(self, connections: Mapping[int, int]) -> None:
         """Watch connected sockets, too: descriptors by rank, which the caller keeps open until ``close``."""

@@ -41,10 +41,10 @@ class SharedSegment:
         self._fd = fd
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         try:
-            self._map = mmap.mmap(fd, num_bytes, flags=flags)
+            mapped = mmap.mmap(fd, num_bytes, flags=flags)
         except OSError as error:
             raise SharedMemoryError(_not_mapped(num_bytes, error)) from error
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @classmethod
     def create(cls, num_bytes: int, num_ranks: int = 1, private_bytes: int = 0) -> SharedSegment:

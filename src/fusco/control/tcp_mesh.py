@@ -6,6 +6,7 @@ a few microseconds. One of gloo takes hundreds of microseconds, as it passes thr
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import selectors
 import socket
@@ -24,6 +25,7 @@ _SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed
 _MAX_UNAUTHENTICATED = 256
 _BACKLOG = 1024  # all peers may connect at once, and foreign clients before them
 _NUM_PROBES = 3
+_MAX_KEEPALIVE_S = 32_767  # more is an error of Linux (MAX_TCP_KEEPIDLE)
 
 
 class TcpConnections:
@@ -52,9 +54,10 @@ class TcpConnections:
     def close(self) -> None:
         """Close the connections."""
         self._is_open = False
-        while self._connections:
-            _, connection = self._connections.popitem()
-            connection.close()
+        with contextlib.suppress(KeyError):  # the thread that connects may close them, too
+            while self._connections:
+                _, connection = self._connections.popitem()
+                connection.close()
 
     def _connect(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str) -> None:
         try:
@@ -278,7 +281,7 @@ class TcpMesh(TcpConnections):
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:
     """Let an idle connection to a machine that is off or unreachable close within about half of the time limit."""
-    interval_s = max(1, int(timeout_s / 2 / (_NUM_PROBES + 1)))
+    interval_s = min(max(1, int(timeout_s / 2 / (_NUM_PROBES + 1))), _MAX_KEEPALIVE_S)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)

@@ -74,6 +74,12 @@ def allocator_of(device: torch.device) -> Callable[[Sequence[int], Sequence[int]
     return quick or allocate
 
 
+def count_as_changed(tensor: torch.Tensor) -> None:
+    """Count a change in place, as PyTorch's operations do, so that a backward pass that needs the old values raises."""
+    if not tensor.is_inference():  # which has no count
+        torch.autograd.graph.increment_version(tensor)
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor, uint8 (num_bytes,); without a gradient.
 

@@ -17,10 +17,6 @@ from fusco.planner.internode import InternodeTraffic
 _OWN = 0  # in place of the rows per slice
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(kw_only=True)
 class InternodePlan(DevicePlan):
     """A plan between nodes.
@@ -31,8 +27,8 @@ class InternodePlan(DevicePlan):
     traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
     forwarding: ForwardingTensors  # the tokens that this rank sends to other nodes
     num_empty_rows: int = 0  # rows of this rank's messages to other nodes that no token fills, if the host knows it
-    # the repeated dispatch that has made it, if that still exists, and what it has allocated for a repeated combine
-    made_by: Callable[[], Any] = field(default=_nothing, init=False, repr=False, compare=False)
+    # a weak reference to the repeated dispatch that has made it, and what that has allocated for a repeated combine
+    made_by: Callable[[], Any] | None = field(default=None, init=False, repr=False, compare=False)
     allocated: tuple[object, tuple[torch.Tensor, torch.Tensor] | None] | None = field(
         default=None, init=False, repr=False, compare=False
     )

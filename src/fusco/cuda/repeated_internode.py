@@ -198,8 +198,6 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         self._network.launch(call, self._stall, is_done, let_go)
         plan = InternodePlan(num_slots=num_slots or 0, tables=tables, forwarding=forwarding, **self._of_plan)
         plan.made_by = self._reference
-        if self.combine and not is_static:
-            self.combine.expect(plan)
         if num_slots is None:
             self._wait_for_size(plan)
             outputs += self._new_outputs(self._arguments_of(plan.num_slots))
@@ -208,6 +206,10 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         return plan
 
     def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
+        if not self._static:
+            self._forwardings.refill()
+            if self.combine:
+                self.combine.expect(plan)
         rejection = super().finish(plan, outputs, topk_idx)
         if rejection is None and not self._static:
             plan.num_empty_rows = self._num_empty = self._message_rows.num_empty(self._shape, self._message_rows.ticket)
@@ -333,7 +335,7 @@ class RepeatedInternodeCombine(Repeated):
         scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
-        if dispatch := plan.made_by():
+        if plan.made_by and (dispatch := plan.made_by()):
             dispatch.combine = self
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)

@@ -121,3 +121,20 @@ def test_no_descriptor_is_left(process):
     assert len(os.listdir("/proc/self/fd")) == len(before) + 1
     liveness.close()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_descriptor_is_left_if_a_process_cannot_be_watched(process, monkeypatch):
+    open_file, opened = os.open, []
+
+    def refuse_the_second(*args):
+        if opened:
+            raise OSError(24, "Too many open files")
+        opened.append(open_file(*args))
+        return opened[0]
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "open", refuse_the_second)
+    with pytest.raises(TransportError, match="Too many open files"):
+        Liveness({3: process.pid, 4: process.pid})
+    assert opened
+    assert os.listdir("/proc/self/fd") == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import closing
@@ -97,3 +98,15 @@ def test_closing_connections_shows_no_rank_as_failed():
     with mock.patch.object(TcpMesh, "close", close_and_look):
         assert on_ranks(2, make) == {0: None, 1: None}
     assert has_failed == [False, False]
+
+
+def test_no_descriptor_is_left_if_the_memory_of_a_node_cannot_be_used():
+    on_ranks(2, lambda store_gather: parts_of(store_gather).session.close())  # opens what stays open
+    before = len(os.listdir("/proc/self/fd"))
+    with mock.patch("fusco.control.connect.NodeMemory", side_effect=MemoryError("no room")):
+        errors = on_ranks(2, parts_of)
+    assert [type(error) for error in errors.values()] == [MemoryError] * 2
+    deadline = time.monotonic() + LIMIT_S
+    while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= before

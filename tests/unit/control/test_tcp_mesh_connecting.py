@@ -256,3 +256,27 @@ def test_a_connection_to_a_machine_that_is_off_closes_within_the_time_limit():
 
     timeout_s, (idle_s, interval_s, num_probes) = on_ranks(2, options)[0]
     assert 0 < idle_s + interval_s * num_probes <= max(timeout_s, 4)
+
+
+def test_the_longest_limit_of_settings_is_one_of_connections():
+    def talk(store_gather):
+        with closing(mesh_of(store_gather)) as mesh:
+            return exchange(mesh, b"here", [1 - store_gather.rank])
+
+    assert on_ranks(2, talk, timeout_s=1e6) == {0: {1: b"here"}, 1: {0: b"here"}}
+
+
+def test_two_threads_may_close_a_mesh_at_the_same_time():
+    class Racing(dict):
+        """The other thread takes the last connection between a look at it and its removal."""
+
+        def __bool__(self):
+            return True
+
+    def close(store_gather):
+        mesh = mesh_of(store_gather)
+        mesh._connections = Racing(mesh._connections)
+        mesh.close()
+        return dict(mesh._connections)
+
+    assert on_ranks(2, close) == {0: {}, 1: {}}

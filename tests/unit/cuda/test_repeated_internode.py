@@ -145,3 +145,19 @@ def test_a_combine_has_its_memory_when_a_dispatch_that_waits_for_its_plan_return
         handles = Node(topology=NODES).run(program)
     gc.collect()
     assert all(handle.plan.made_by() is None for handle in handles.values())  # a handle keeps no communicator's memory
+
+
+def test_a_combine_is_repeated_after_a_dispatch_that_is_not(repeats):
+    def program(comm, other, _library):
+        for step in range(6):
+            assert same(*(pair(each, step) for each in (comm, other))), step
+        x, ids, weights = inputs(comm.rank, 6)
+        sums = []
+        for each in (comm, other):
+            sent = each.dispatch(x, ids, weights, with_weights=True)
+            assert sent.handle.plan.made_by is None
+            sums.append(each.combine(sent.rows, sent.handle))
+        assert torch.equal(*sums)
+
+    Node(topology=NODES).run(program)
+    assert repeats() == (2 * 3, 2 * 4)

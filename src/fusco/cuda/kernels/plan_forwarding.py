@@ -44,7 +44,7 @@ class ForwardingSummary:
     def __init__(self, num_nodes: int, own_node: int) -> None:
         self.num_nodes, self.own_node = num_nodes, own_node
         self._memory = torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu").pin_memory()
-        self._words, self._plain = Flags(self._memory), self._memory.numpy().data
+        self._words, self._of_nodes = Flags(self._memory), self._memory[:num_nodes].numpy().data
 
     @property
     def address(self) -> int:
@@ -63,10 +63,11 @@ class ForwardingSummary:
 
     def num_sent(self, ticket: int) -> int:
         """Return the tokens for all other nodes together, of a launch that the host has waited for in some way."""
-        words = self._plain[: self.num_nodes].tolist()  # of which no load need acquire: quicker
-        assert all(word >> 32 & _LOW_HALF == ticket for word in words), (words, ticket)
-        del words[self.own_node]
-        return sum(word & _LOW_HALF for word in words)
+        words, num_tokens = self._of_nodes.tolist(), 0  # no load of them need acquire, and a loop is quickest
+        for word in words:
+            assert word >> 32 & _LOW_HALF == ticket, (words, ticket)
+            num_tokens += word & _LOW_HALF
+        return num_tokens - (words[self.own_node] & _LOW_HALF)
 
     @property
     def bad_pair(self) -> int:
