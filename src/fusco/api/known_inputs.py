@@ -39,7 +39,7 @@ class KnownInput(KnownCall):
                 end = tensor.storage_offset() * tensor.element_size() + needed
                 if tensor.is_nested or (end > tensor.untyped_storage().nbytes() and needed):
                     return False
-        except (AttributeError, RuntimeError):  # no tensor, or one without storage
+        except (TypeError, AttributeError, RuntimeError):  # no tensor, or one without storage
             return False
         return bool(self.guard.check(*tensors))
 

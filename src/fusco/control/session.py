@@ -24,6 +24,7 @@ from fusco.core.profile import Call, CallProfile
 # Errors that all ranks raise in the same collective. The communicator stays usable.
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
 _NOTHING: Mapping[int, Attachment] = {}
+_UNDER_WAY = (0.0, 0.0, lambda _: None)  # of a repeated collective that is not complete; see ``leave_repeated``
 
 
 class Session:
@@ -73,7 +74,7 @@ class Session:
             outcome = record.publish(number, handle)
         if outcome <= PEERS_NOT_DONE:
             return False
-        self.sequence_number, self._name = number, name
+        self.sequence_number, self._name, self._repeated = number, name, _UNDER_WAY
         self._watchdog.begin(number, name)
         self._exchange.count_as_written(record.text)
         if outcome == RECORDS_MISSING:
@@ -103,6 +104,7 @@ class Session:
             self._require_usable(operation)
         try:
             if not self.has_published:
+                self._repeated = None  # of an earlier collective
                 self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self._profile, self._repeated = CallProfile(self._name), None
             self._watchdog.check_device()

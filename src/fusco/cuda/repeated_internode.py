@@ -37,6 +37,7 @@ from fusco.engine.base import CombineRequest, DispatchRequest
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
 _ALIGNMENT = 16  # of rows, in bytes
 _MAX_EARLY_BYTES = 16 << 20  # of memory that a combine may have before it is called: more is in calls that take long
+_MAX_EARLY = 4  # dispatches with such memory since the latest combine; handles without a combine would keep theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         self._keep(calls, request, plan, num_slots)
         self._of_plan["traffic"] = plan.traffic
         self.combine: RepeatedInternodeCombine | None = None  # the latest that has followed
+        self.num_early = 0  # dispatches since then that have allocated memory for another one
         self._reference = weakref.ref(self)  # a handle must not keep a communicator's memory
         self._network, self._message_rows, self._events = calls.network, calls.shuffle.message_rows, SpareEvents()
         self._shape, self._row_bytes = request.routing.topk_idx.shape, sum(map(row_bytes, request.payloads))
@@ -208,7 +210,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
     def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
         if not self._static:
             self._forwardings.refill()
-            if self.combine:
+            if self.combine and self.num_early < _MAX_EARLY:
+                self.num_early += 1
                 self.combine.expect(plan)
         rejection = super().finish(plan, outputs, topk_idx)
         if rejection is None and not self._static:
@@ -336,7 +339,7 @@ class RepeatedInternodeCombine(Repeated):
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
         if plan.made_by and (dispatch := plan.made_by()):
-            dispatch.combine = self
+            dispatch.combine, dispatch.num_early = self, 0
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)
         self._network.launch(call, self._stall, event.query, partial(self._events.give_back, event))

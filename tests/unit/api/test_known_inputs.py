@@ -57,6 +57,7 @@ OTHERS = {
     "negated": (lambda: torch._neg_view(torch.zeros(3, 4)), False),
     "freed": (freed, False),
     "no tensor": (lambda: [0.0] * 4, False),
+    "a class": (lambda: torch.Tensor, False),
 }
 
 

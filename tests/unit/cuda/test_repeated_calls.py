@@ -204,6 +204,8 @@ def test_a_kernel_that_cannot_be_launched_ends_the_communicator():
         with pytest.raises(RuntimeError, match="plan: 1"):
             pair(comm, 4)
         library.fails = False
+        profile = comm.profile
+        assert (profile.operation, profile.planning_s, profile.wire_s, profile.num_sms) == ("dispatch #9", 0, 0, 0)
         with pytest.raises(Exception, match="cannot be used any more"):
             pair(comm, 5)
 
@@ -293,6 +295,18 @@ def test_plans_are_allocated_while_the_host_waits(repeats):
         places = [i for i, name in enumerate(of_thread) if name == "allocate"]
         assert len(places) == 3  # for the first repeated dispatch, and behind its 16th and 32nd
         assert all(of_thread[i - 1 : i + 2] == ["launch", "allocate", "wait"] for i in places[1:])
+
+
+def test_unused_rows_of_repeated_calls_are_filled_if_pytorch_is_deterministic():
+    def program(comm, _other, _library):
+        made = [comm.dispatch(*inputs(comm.rank, step), **CASES["static"]) for step in range(5)]
+        return all(bool(sent.rows[-1].isnan().all()) for sent in made)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(Node().run(program).values())
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("verb", ["dispatch", "combine"])

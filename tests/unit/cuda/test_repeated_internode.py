@@ -161,3 +161,18 @@ def test_a_combine_is_repeated_after_a_dispatch_that_is_not(repeats):
 
     Node(topology=NODES).run(program)
     assert repeats() == (2 * 3, 2 * 4)
+
+
+def test_dispatches_that_no_combine_follows_soon_allocate_nothing_for_one():
+    def program(comm, _other, _library):
+        for step in range(5):
+            pair(comm, step)
+        x, ids, weights = inputs(comm.rank, 5)
+        handles = [comm.dispatch(x, ids, weights).handle for _ in range(9)]
+        ahead = [handle.plan.allocated is not None for handle in handles]
+        pair(comm, 6)
+        return ahead, comm.dispatch(x, ids, weights).handle.plan.allocated is not None
+
+    for ahead, after_a_combine in Node(topology=NODES).run(program).values():
+        assert ahead == [True] * 4 + [False] * 5
+        assert after_a_combine
