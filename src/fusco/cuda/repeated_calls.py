@@ -207,8 +207,8 @@ class RepeatedDispatch(Repeated):
         """Return memory for the rows; ``None`` if the call is another one, or there is none."""
         if (static is not self._static and static != self._static) or not self._fits(launch):
             return None
-        if static and torch.are_deterministic_algorithms_enabled():  # PyTorch fills memory then, this allocator does not
-            return None
+        if static and torch.are_deterministic_algorithms_enabled():
+            return None  # PyTorch fills new memory then, and ``_allocate`` does not
         for payload in payloads:
             if payload.data_ptr() % _ALIGNMENT:
                 return None
