@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fusco.bench import stopwatch
@@ -29,6 +30,20 @@ def test_times_are_of_one_call(timer):
     assert len(times) == 4
     assert 0.5 <= min(times) < 0.5 * NUM_CALLS_IN_A_ROW
     assert 0.5 <= min(timer.loop_times_ms(lambda: time.sleep(0.5e-3))) < 0.5 * NUM_CALLS_IN_A_ROW
+
+
+@pytest.mark.parametrize(("others", "are_aligned"), [([0, 0], True), ([0, 1], False)])
+def test_ranks_of_several_hosts_begin_after_a_barrier_only(timer, monkeypatch, others, are_aligned):
+    """Their clocks differ by any part of a period, which would be counted."""
+
+    def largest(tensor, op, group):
+        tensor += torch.tensor(others)
+
+    waits = []
+    monkeypatch.setattr(stopwatch, "_wait_for_next_period", lambda: waits.append(1))
+    monkeypatch.setattr(dist, "all_reduce", largest)
+    RankTimer(dist.group.WORLD, "cpu").idle_times_ms(lambda: None, 1)
+    assert bool(waits) == are_aligned
 
 
 def test_ranks_of_a_host_begin_at_a_multiple_of_the_period(timer, monkeypatch):
