@@ -196,6 +196,12 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
         copies = (case.topk_idx(comm.rank) >= 0).sum(1).double()
         torch.testing.assert_close(x.grad, 2 * copies[:, None, None].expand_as(x))
 
+        x = torch.view_as_complex(x.detach()[..., :2].contiguous()).requires_grad_()
+        rows = comm.dispatch(x, case.topk_idx(comm.rank)).rows
+        for _ in range(2):
+            (rows.conj() * rows).real.sum().backward(retain_graph=True)  # the gradient of a copy z is 2 z
+        torch.testing.assert_close(x.grad, 4 * copies[:, None] * x.detach())
+
 
 @contextlib.contextmanager
 def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:

@@ -64,14 +64,18 @@ class DispatchRows(torch.autograd.Function):
         parts = []
         if grad_rows is not None and ctx.needs_input_grad[0]:
             # Not with -1 for the width, which is ambiguous for a rank without rows.
-            parts.append(grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel()))
+            rows = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
+            parts.append(torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
         if grad_row_weights is not None and ctx.needs_input_grad[1]:
             parts.append(rows_of_weights(grad_row_weights, ctx.handle))
         if len(parts) == 1:
             sums = [ctx.verbs.combine(parts[0], ctx.handle)]
         else:
             sums = list(ctx.verbs.combine_all(parts, ctx.handle)) if parts else []
-        grad_x = sums.pop(0).view(ctx.shape) if grad_rows is not None and ctx.needs_input_grad[0] else None
+        grad_x = None
+        if grad_rows is not None and ctx.needs_input_grad[0]:
+            grad_x = sums.pop(0)
+            grad_x = torch.view_as_complex(grad_x.view(*ctx.shape, 2)) if rows.is_complex() else grad_x.view(ctx.shape)
         grad_weights = sums.pop().to(ctx.dtype) if sums else None
         return grad_x, grad_weights, None, None, None
 

@@ -100,16 +100,18 @@ def prefill(
     )
     if resume and json in (None, STDOUT):
         raise ValueError("--resume needs --json FILE, the file of the run that it resumes")
-    kept: list[PrefillRecord] = []
-    if resume and json:
-        job, kept = results.resume(job, json)
+    resumed = results.resume(job, json) if resume and json else results.Resumed(job, [], [])
+    job, kept = resumed.job, resumed.kept
     place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
         skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]
         path = json.with_name(f"{json.name}.new") if resume else json
-        write_json_lines([*skips, *kept], path)
+        write_json_lines(skips, path)
         if resume:
+            written = path.read_text().splitlines()
+            with path.open("a", encoding="utf-8") as lines:
+                lines.writelines(f"{line}\n" for line in resumed.lines if line not in written)
             path.replace(json)  # at once: other ranks may be reading it
     records = _run(job, console, json) if job.cases else []
     if records is None:

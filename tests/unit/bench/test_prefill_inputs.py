@@ -279,14 +279,18 @@ def test_a_resumed_job_runs_the_cases_that_are_missing(tmp_path):
     path = tmp_path / "prefill.jsonl"
     job = replace(JOB, batches=("skewed", "1"), routings=("random", "trace"), variants=("fusco", "torch"))
     record = replace(record_of(Deviation(), Deviation()), job=asdict(job))
-    assert resume(job, path) == (job, [])
-    other = replace(record, variant="torch")
-    write_json_lines([record, replace(other, commit="another"), replace(other, job=asdict(replace(job, seed=1)))], path)
-    assert resume(job, path) == (job, [])
+    assert resume(job, path) == (job, [], [])
+    other, third = replace(record, variant="torch"), replace(record, variant="transformers")
+    others = [replace(other, commit="another"), replace(other, job=asdict(replace(job, seed=1))), third]
+    write_json_lines([record, *others], path)
+    of_others = path.read_text().splitlines()[1:]
+    assert resume(job, path) == (job, [], of_others)  # they stay, and the incomplete case runs again
     write_json_lines([other], path, appends=True)
+    complete = path.read_text().splitlines()
     with path.open("a") as lines:
         lines.write('{"kind": "prefill", "varia')  # killed while it wrote
-    resumed, kept = resume(job, path)
+    resumed, kept, stay = resume(job, path)
+    assert stay == complete
     assert [each.variant for each in kept] == ["fusco", "torch"]
     assert kept[0] == replace(record, **{name: getattr(kept[0], name) for name in ("lengths", "job")})
     assert resumed.cases == [("random", "1"), ("trace", "skewed"), ("trace", "1")]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -120,32 +120,50 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
     )
 
 
-def resume(job: PrefillJob, path: Path) -> tuple[PrefillJob, list[PrefillRecord]]:
-    """Return the job without the cases that a file of records has, and these records.
+class Resumed(NamedTuple):
+    """A job that goes on where a file of records ends."""
 
-    A case counts if all its variants are there, of the same sizes and the same commit.
+    job: PrefillJob  # without the cases that the file has
+    kept: list[PrefillRecord]  # of those cases
+    lines: list[str]  # of the file, without those that the job will write again, and without an incomplete one
+
+
+def resume(job: PrefillJob, path: Path) -> Resumed:
+    """Return the job without the cases that a file of records has.
+
+    A case counts if all its variants are there, of the same sizes and the same commit. All other records stay.
     """
     wanted = _comparable(json.loads(json.dumps(asdict(job))))
     kept: list[PrefillRecord] = []
     done: list[tuple[str, str]] = []
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = filter(None, map(_parse, lines))
-    ours = [each for each in records if _comparable(each.job) == wanted and each.commit == commit()]
+    values = map(_loaded, path.read_text().splitlines() if path.exists() else [])
+    lines = [(each, _record_of(each)) for each in values if each is not None]
+    ours = [each for _, each in lines if each and _comparable(each.job) == wanted and each.commit == commit()]
+    again: list[PrefillRecord] = []
     for routing, batch in product(job.routings, job.batches):
         described = describe_prompts(batch, prompt_lengths(batch, job.tokens, job.num_ranks))
-        case = {each.variant: each for each in ours if (each.routing, each.batch) == (routing, described)}
+        of_case = [each for each in ours if (each.routing, each.batch) == (routing, described)]
+        case = {each.variant: each for each in of_case}
         if set(job.variants) <= set(case):
             kept += [case[variant] for variant in job.variants]
             done.append((routing, batch))
-    return replace(job, done=tuple(done)), kept
+        else:
+            again += [each for each in of_case if each.variant in job.variants]
+    stay = [json.dumps(values) for values, record in lines if all(record is not each for each in again)]
+    return Resumed(replace(job, done=tuple(done)), kept, stay)
 
 
-def _parse(line: str) -> PrefillRecord | None:
-    """Return a line's record; ``None`` for other kinds, and for a line that a killed run did not complete."""
+def _loaded(line: str) -> dict[str, Any] | None:
+    """Return a line's values; ``None`` for a line that a killed run did not complete."""
     try:
-        values = json.loads(line)
+        values: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
+    return values
+
+
+def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
+    """Return the record of a line's values; ``None`` for other kinds."""
     names = {field.name for field in fields(PrefillRecord)}
     if values.get("kind") != "prefill" or set(values) != names:  # of another version
         return None
