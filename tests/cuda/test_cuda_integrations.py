@@ -28,19 +28,19 @@ def buffer(group):
 def waits_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Collect the waits for plans inside; a wait that PyTorch knows of is an error."""
     waits: list[str] = []
-    size_exactly = DevicePlanner.size_exactly
+    sized = DevicePlanner.sized  # at the end of each wait, of repeated calls, too
 
-    def counted(self, plan):
+    def counted(self, plan, num_slots):
         waits.append("size")
-        return size_exactly(self, plan)
+        return sized(self, plan, num_slots)
 
-    monkeypatch.setattr(DevicePlanner, "size_exactly", counted)
+    monkeypatch.setattr(DevicePlanner, "sized", counted)
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield waits
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        monkeypatch.setattr(DevicePlanner, "size_exactly", size_exactly)
+        monkeypatch.setattr(DevicePlanner, "sized", sized)
 
 
 @pytest.mark.parametrize("is_blocking", [True, False])

@@ -249,11 +249,11 @@ class RepeatedDispatch(Repeated):
     def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
         """Wait for the size of the outputs unless they are static, and narrow them; return the error of an invalid id.
 
-        What does not depend on the size should be done before.
+        What does not depend on the size should be done before: after the launch, and while the device works.
         """
+        self._memory.refill()
         if self._static:
             return None
-        self._memory.refill()
         outcome = self._wait_for_size(plan)
         if plan.num_slots != self._num_slots:
             narrowed(outputs, plan.num_slots)
