@@ -1,0 +1,102 @@
+"""Any sequence of calls, repeated or not, valid or not, returns and raises what it does where nothing is repeated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from repeated_rig import MAX_TOKENS, NODES, NUM_RANKS, NUM_TOPK, TOPOLOGY, Node, inputs
+
+from fusco import RejectedInputError, StaticRows
+
+OPTIONS = (
+    {},
+    {"static": StaticRows(NUM_RANKS * MAX_TOKENS * NUM_TOPK)},
+    {"expert_alignment": 4},
+    {"with_weights": True},
+)
+FIELDS = ("internode_row_bytes", "internode_empty_bytes", "internode_metadata_bytes", "num_sms")
+
+
+class Calls:
+    """Arguments of a call, which often stay as they are; the same on all ranks but for values and errors."""
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self._rank, self._choices = rank, random.Random(seed)
+        self.options, self.is_inference = OPTIONS[0], False
+        self._num_tokens, self._dtype, self._has_weights, self._has_scales = MAX_TOKENS, torch.float32, True, False
+
+    def happens(self, probability: float) -> bool:
+        """Return whether something happens in this call, on all ranks."""
+        return self._choices.random() < probability
+
+    def kept_one(self, kept):
+        """Return the latest of the results, or sometimes an older one."""
+        return self._choices.choice(kept) if self.happens(0.2) else kept[-1]
+
+    def next(self, step: int):
+        """Return payloads, ids and weights of a dispatch; one rank's are sometimes invalid."""
+        choices = self._choices
+        if self.happens(0.1):
+            self.options = choices.choice((OPTIONS[0], *OPTIONS))
+        if self.happens(0.05):
+            self._num_tokens = choices.choice((MAX_TOKENS, MAX_TOKENS, 5, 0))
+        if self.happens(0.05):
+            self.is_inference = not self.is_inference
+        if self.happens(0.1):
+            self._dtype = choices.choice((torch.float32, torch.bfloat16))
+            self._has_weights, self._has_scales = self.happens(0.8), self.happens(0.3)
+        wrong, has_wrong_ids = choices.choice((*[-1] * 12, *range(NUM_RANKS))), self.happens(0.5)
+        x, ids, weights = inputs(self._rank, step, self._num_tokens, self._dtype)
+        if wrong == self._rank and self._num_tokens:
+            if has_wrong_ids and "static" not in self.options:  # those are raised by a later call
+                ids[-1, 0] = 99
+            else:
+                x = x.new_zeros(self._num_tokens, 999)
+        has_weights = self._has_weights or "with_weights" in self.options
+        return [x, x[:, :3].contiguous()] if self._has_scales else x, ids, weights if has_weights else None
+
+
+def outcome_of(comm, call, options):
+    """Return the result of a dispatch and its rows, or the error."""
+    try:
+        sent = comm.dispatch(*call, **options)
+    except (ValueError, RejectedInputError) as error:
+        return None, str(error)
+    num_rows = int(sent.num_rows_per_expert.sum()) if "static" in options else len(sent.rows)
+    for payload in sent.payloads:
+        payload[num_rows:] = 0  # undefined
+    tensors = [*sent.payloads, sent.num_rows_per_expert, *([] if sent.weights is None else [sent.weights[:num_rows]])]
+    return sent, tensors
+
+
+def same(one, other) -> bool:
+    if isinstance(one, str):
+        return one == other
+    are_equal = all(map(torch.equal, one, other))
+    return are_equal and [each.is_inference() for each in one] == [each.is_inference() for each in other]
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])
+def test_any_sequence_of_calls(topology, repeats):
+    def program(comm, other, _library):
+        calls, kept = Calls(comm.rank, seed=1), []
+        for step in range(100):
+            call = calls.next(step)
+            with torch.inference_mode(calls.is_inference):
+                made = [outcome_of(each, call, calls.options) for each in (comm, other)]
+                assert same(*(found for _, found in made)), step
+                if made[0][0] is None:
+                    continue
+                kept.append([sent for sent, _ in made])
+                if calls.happens(0.15):
+                    continue  # no combine follows
+                weights = None if calls.happens(0.1) else "topk"
+                both = zip((comm, other), calls.kept_one(kept), strict=True)
+                sums = [each.combine(sent.rows.clone(), sent.handle, weights=weights) for each, sent in both]
+            assert same(sums[:1], sums[1:]), step
+            assert [getattr(comm.profile, name) for name in FIELDS] == [getattr(other.profile, name) for name in FIELDS]
+
+    Node(topology=topology).run(program)
+    assert min(repeats()) > 20
