@@ -176,3 +176,17 @@ def test_dispatches_that_no_combine_follows_soon_allocate_nothing_for_one():
     for ahead, after_a_combine in Node(topology=NODES).run(program).values():
         assert ahead == [True] * 4 + [False] * 5
         assert after_a_combine
+
+
+def test_memory_for_a_combine_is_not_that_of_one_of_another_dtype(repeats):
+    def program(comm, other, _library):
+        for step in range(16):
+            sums, dtype = [], (torch.float32, torch.bfloat16)[step // 2 % 2]
+            for each in (comm, other):
+                sent = each.dispatch(*inputs(comm.rank, step))
+                sums.append(each.combine(sent.rows.to(dtype), sent.handle))
+            assert sums[0].dtype == dtype
+            assert torch.equal(*sums), step
+
+    Node(topology=NODES).run(program)
+    assert repeats()[1] > 2 * 8

@@ -24,7 +24,7 @@ class Calls:
 
     def __init__(self, rank: int, seed: int) -> None:
         self._rank, self._choices = rank, random.Random(seed)
-        self.options, self.is_inference = OPTIONS[0], False
+        self.options, self.is_inference, self.sums_dtype = OPTIONS[0], False, torch.float32
         self._num_tokens, self._dtype, self._has_weights, self._has_scales = MAX_TOKENS, torch.float32, True, False
 
     def happens(self, probability: float) -> bool:
@@ -47,6 +47,8 @@ class Calls:
         if self.happens(0.1):
             self._dtype = choices.choice((torch.float32, torch.bfloat16))
             self._has_weights, self._has_scales = self.happens(0.8), self.happens(0.3)
+        if self.happens(0.3):
+            self.sums_dtype = choices.choice((torch.float32, torch.bfloat16))
         wrong, has_wrong_ids = choices.choice((*[-1] * 12, *range(NUM_RANKS))), self.happens(0.5)
         x, ids, weights = inputs(self._rank, step, self._num_tokens, self._dtype)
         if wrong == self._rank and self._num_tokens:
@@ -94,7 +96,9 @@ def test_any_sequence_of_calls(topology, repeats):
                     continue  # no combine follows
                 weights = None if calls.happens(0.1) else "topk"
                 both = zip((comm, other), calls.kept_one(kept), strict=True)
-                sums = [each.combine(sent.rows.clone(), sent.handle, weights=weights) for each, sent in both]
+                sums = [
+                    each.combine(sent.rows.to(calls.sums_dtype), sent.handle, weights=weights) for each, sent in both
+                ]
             assert same(sums[:1], sums[1:]), step
             assert [getattr(comm.profile, name) for name in FIELDS] == [getattr(other.profile, name) for name in FIELDS]
 
