@@ -183,7 +183,7 @@ def check_graphs(group: dist.ProcessGroup, setup: Setup) -> None:
         for name in layer.wants:
             torch.testing.assert_close(inputs[name].grad, alone[name].grad)
 
-        weights = inputs["weights"] * 1.0
+        weights = (inputs["weights"] * 1.0).to(setup.device)  # on a GPU others would be copied when they are sent
         sent = comm.dispatch(inputs["x"], case.topk_idx(comm.rank), weights)
         weights.mul_(2)
         with pytest.raises(ValueError, match="changed in place since their dispatch"):
