@@ -24,11 +24,11 @@ def require_handle(handle: Any, kind: type[_Kind]) -> _Kind:
 
 def element_of(handle: Any, place: int, kind: type[_Kind], maker: str) -> _Kind:
     """Return an element of a caller's handle; ``TypeError`` unless it has its ``kind``, as those of ``maker`` have."""
-    parts = handle if isinstance(handle, tuple) else ()
+    parts = tuple(handle) if isinstance(handle, (list, tuple)) else ()  # a framework may make a list of it
     element = parts[place] if place < len(parts) else None
     if not isinstance(element, kind):
         names = ", ".join(type(part).__name__ for part in parts)
-        given = f"({names})" if isinstance(handle, tuple) else type(handle).__name__
+        given = f"({names})" if parts else type(handle).__name__
         raise TypeError(f"this call needs the handle that {maker} returned, got {given}")
     return element
 
