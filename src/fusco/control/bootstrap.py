@@ -111,7 +111,7 @@ def reachable_address(towards: str) -> str:
 
 
 def _resolved(name: str) -> str:
-    """Return the IPv4 address of a host; ``OSError`` if there is none, also within the limit: resolvers have none."""
+    """Return the IPv4 address of a host; ``OSError`` if none is found within a limit, which resolvers lack."""
     lookup = in_thread(lambda: socket.gethostbyname(name), f"the resolution of the host name {name!r}")
     if not wait([lookup], _RESOLVING_S).done:
         text = f"the host name {name!r} has not been resolved within {_RESOLVING_S:g} s; ranks use the default route"

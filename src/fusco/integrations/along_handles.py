@@ -23,7 +23,7 @@ def require_handle(handle: Any, kind: type[_Kind]) -> _Kind:
 
 
 def element_of(handle: Any, place: int, kind: type[_Kind], maker: str) -> _Kind:
-    """Return an element of a caller's handle; ``TypeError`` unless it has its ``kind``, as those of ``maker`` have."""
+    """Return an element of a caller's handle; ``TypeError`` unless it is of ``kind``, as what ``maker`` returns is."""
     parts = tuple(handle) if isinstance(handle, (list, tuple)) else ()  # a framework may make a list of it
     element = parts[place] if place < len(parts) else None
     if not isinstance(element, kind):

@@ -111,7 +111,7 @@ class Board:
         self._fd, self.fields = fd, memoryview(self.memory).cast("Q")
 
     def follow(self) -> bool:
-        """Open the board anew if its last user has removed the file, since later users have another; return whether.
+        """Open the board anew if its last user has removed the file, as later users have another; return if it has.
 
         Raises ``SharedMemoryError`` if that fails; the board is closed then.
         """
