@@ -103,7 +103,10 @@ class CommunicatorParts:
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default one for ``None``; ``TypeError`` if this rank is not in it, or ``ValueError``."""
+    """Return the group, for ``None`` the default one.
+
+    Raises ``TypeError`` if this rank is not in it, ``ValueError`` if there is none.
+    """
     if not isinstance(group, (dist.ProcessGroup, type(None))):
         outside = " (what new_group returns to other ranks)" if group is dist.GroupMember.NON_GROUP_MEMBER else ""
         raise TypeError(f"group must be a process group that contains this rank, got {group!r}{outside}")

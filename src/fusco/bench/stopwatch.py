@@ -113,7 +113,7 @@ class RankTimer:
     def loop_times_ms(self, work: Callable[[], object]) -> list[float]:
         """Return the host's time for each of 20 calls in a row that nothing interrupts, up to the end of the last one.
 
-        One value for each of 3 to 20 repetitions, of 0.2 s in all if more than 3, after one that is not counted.
+        One value for each of 3 to 20 repetitions, as many as fit in 0.2 s, after one that is not counted.
         """
         loop_s = torch.tensor([self._host_times_ms(work, NUM_CALLS_IN_A_ROW, 1)[0] / 1e3], device=self._token.device)
         dist.all_reduce(loop_s, dist.ReduceOp.MAX, group=self._group)
@@ -148,7 +148,7 @@ class RankTimer:
 
 
 def _wait_for_next_period() -> None:
-    """Wait for a moment that ranks of a host share: a barrier lets go of some of them tens of microseconds later."""
+    """Wait for a moment that ranks of a host share: some ranks leave a barrier tens of microseconds after others."""
     begin = ((time.monotonic_ns() + _START_SLACK_NS) // _START_PERIOD_NS + 1) * _START_PERIOD_NS
     while time.monotonic_ns() < begin:
         pass
