@@ -139,8 +139,8 @@ def test_handles_of_other_calls_are_named(world):
             needs("dispatch of a HybridEPBuffer", "(Tensor, RankRouting)"),
             needs("dispatch of a HybridEPBuffer", "(Tensor, RankRouting)"),
             needs("dispatch of a HybridEPBuffer", "NoneType"),
-            "ValueError: weights and values of experts need the handle of a dispatch with topk_idx; this one's had "
-            "is_token_in_rank only",
+            "ValueError: weights and values of experts need the handle of a dispatch with topk_idx; this one was "
+            "made with is_token_in_rank only",
             needs("dispatch_with_permute of a HybridEPBuffer", "(RankRouting)"),
             needs("dispatch_with_permute of a HybridEPBuffer", "()"),
             needs("dispatch of a Buffer", "(_Sent)"),

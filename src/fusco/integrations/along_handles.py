@@ -24,11 +24,12 @@ def require_handle(handle: Any, kind: type[_Kind]) -> _Kind:
 
 def element_of(handle: Any, place: int, kind: type[_Kind], maker: str) -> _Kind:
     """Return an element of a caller's handle; ``TypeError`` unless it is of ``kind``, as what ``maker`` returns is."""
-    parts = tuple(handle) if isinstance(handle, (list, tuple)) else ()  # a framework may make a list of it
+    is_sequence = isinstance(handle, (list, tuple))  # a framework may make a list of it
+    parts = tuple(handle) if is_sequence else ()
     element = parts[place] if place < len(parts) else None
     if not isinstance(element, kind):
         names = ", ".join(type(part).__name__ for part in parts)
-        given = f"({names})" if parts else type(handle).__name__
+        given = f"({names})" if is_sequence else type(handle).__name__
         raise TypeError(f"this call needs the handle that {maker} returned, got {given}")
     return element
 

@@ -98,7 +98,7 @@ class RankRouting:
         """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
         if self.topk_idx is None:
             raise ValueError(
-                "weights and values of experts need the handle of a dispatch with topk_idx; this one's had "
+                "weights and values of experts need the handle of a dispatch with topk_idx; this one was made with "
                 "is_token_in_rank only"
             )
         return self.topk_idx
