@@ -322,7 +322,8 @@ def test_warm_up_compiles_for_the_architectures_it_is_given(monkeypatch):
     )
     done = run("warm-up", "--arch", "sm_90,sm_100", "--hidden", "2048", "--dtype", "float16")
     assert done.exit_code == 0, done.output
-    assert "CPU kernels: kept in" in done.output
+    assert "CPU kernels: " in done.output
+    assert "kept in" in done.output
     assert [arch for arch, _ in compiled] == ["sm_90", "sm_100"]
     assert str(compiled[0][1]) == "KernelShape(num_ranks=8, num_topk=8, hidden=2048, dtype=torch.float16)"
     assert "'hopper' is not an architecture such as sm_90" in str(run("warm-up", "--arch", "hopper").exception)
