@@ -83,8 +83,8 @@ class Shuffle(Protocol[_PlanT]):
     ) -> Pending[list[torch.Tensor]]:
         """Prepare what ``Engine.prepare_redispatch`` returns."""
 
-    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows, once all ranks agree."""
+    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Sum rows of each tensor, once all ranks agree."""
 
 
 class CudaEngine:
@@ -212,24 +212,27 @@ class CudaEngine:
 
         def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             rows: list[torch.Tensor] = inside(context, pending.run, counts)
-            order.hand_over(rows, launch, stream)
+            if launch.own_stream or launch.event:
+                order.hand_over(rows, launch, stream)
+            elif self._repeated_calls and request.known:
+                self._repeated_calls.keep_redispatch(request)
             return rows
 
         return Pending(pending.counts, run)
 
-    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
+    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
         launch, order = request.launch, self._order
 
-        def run(_: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             begin = perf_counter()
-            stream, context = order.enter(launch, request.rows, held=request.plan)
-            out = inside(context, self._shuffle.combine, request, call, stream)
+            stream, context = order.enter(launch, *request.rows, held=request.plan)
+            sums = inside(context, self._shuffle.combine, request, call, stream)
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
-                order.hand_over((out,), launch, stream)
+                order.hand_over(sums, launch, stream)
             elif self._repeated_calls and request.known:
                 self._repeated_calls.keep_combine(request)
-            return out
+            return sums
 
         return Pending((), run)
 

@@ -146,9 +146,17 @@ class InternodeShuffle:
 
         return Pending(PublishedRows(plan.num_tokens).pack(), run)
 
-    def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
+    def combine(
+        self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
+    ) -> list[torch.Tensor]:
+        """Sum rows of each tensor."""
+        return [self._combine(request, rows, call, stream) for rows in map(aligned, request.rows)]
+
+    def _combine(
+        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
+    ) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
-        plan, rows = request.plan, aligned(request.rows)
+        plan = request.plan
         timeline, launcher = self._context.timeline, self._context.launcher(stream)
         self.latest_combine = LatestCombine()
         returned, arrival = self._return_sums(request, rows, call, stream)
