@@ -15,7 +15,7 @@ from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, lon
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
-from fusco.cuda.tuning import RingShape, combine_senders, combine_shape, parts_of_row, sum_parts
+from fusco.cuda.tuning import RingShape, combine_parts, combine_senders, combine_shape, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
 
@@ -100,9 +100,8 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     vectors_per_lane = -(-hidden * item_bytes // (width * WARP_SIZE))
     wanted = combine_shape(num_rows, vectors_per_lane, sms)
     shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
-    num_pieces = vectors_per_lane // shape.unroll
-    parts = parts_of_row(num_rows, max(1, min(MAX_PARTS, num_pieces)))
-    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, num_pieces, MAX_PARTS, sms)
+    parts = combine_parts(num_rows, vectors_per_lane, MAX_PARTS)
+    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, vectors_per_lane // shape.unroll, MAX_PARTS, sms)
     num_items = longest * ((launcher.num_ranks - 1) * parts + of_sum)
     rounds = num_items * WARP_SIZE / (grid * shape.num_threads)
     arguments = combine_type(launcher.num_ranks)(
