@@ -67,6 +67,7 @@ SCATTER_UNROLL = 8  # vectors in flight per lane. 8192 tokens: 4 and 14 were slo
 
 # Below this number of rows on a node, warps share them. 1024 tokens: combine 0.20 -> 0.15 ms (4 H200, single runs).
 ROWS_FOR_ALL_WARPS = 12_000
+MAX_PARTS = 4  # warps that share a row
 _SMALL, _MIDDLE, _EARLY = 1024, 2048, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, 1024, and 2048
 
 
@@ -106,18 +107,18 @@ def scatter_threads(num_sms: int) -> int:
     return 1024 if num_sms <= FEW_SMS else 512
 
 
-def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
-    """Return how many warps share a row of ``vectors_per_lane`` vectors; ranks must agree, as in ``parts_of_row``.
+def scatter_parts(num_rows: int, vectors_per_lane: int) -> int:
+    """Return how many warps share a row of ``vectors_per_lane`` vectors; ranks must agree, as in ``combine_parts``.
 
     As many as have a round of vectors each: 8192 tokens wide took 0.394 ms with 4 parts and 0.418 with 1, narrow
     0.202 with 4 and 0.141 with 1. With few rows more, as not all warps have one: 128 tokens narrow 0.029 with 2, 0.027
     with 4.
 
-    >>> scatter_parts(16_384, 28, 4), scatter_parts(16_384, 8, 4), scatter_parts(256, 8, 4)
+    >>> scatter_parts(16_384, 28), scatter_parts(16_384, 8), scatter_parts(256, 8)
     (4, 1, 4)
     """
-    by_vectors = min(max_parts, -(-vectors_per_lane // SCATTER_UNROLL))
-    return max(1, max_parts if num_rows <= _SMALL else by_vectors)
+    by_vectors = min(MAX_PARTS, -(-vectors_per_lane // SCATTER_UNROLL))
+    return max(1, MAX_PARTS if num_rows <= _SMALL else by_vectors)
 
 
 def scatter_senders(rounds: float, num_sms: int) -> int:
@@ -156,67 +157,80 @@ def are_streamed(num_rows: int, row_bytes: int) -> bool:
 RING_VECTORS, MAX_PIECE_VECTORS = 3584, 14
 
 
+def _even(vectors: int, most: int) -> int:
+    """Return the size of equal pieces of ``vectors``, of which each has at most ``most``, rounded up."""
+    return -(-vectors // -(-vectors // most))
+
+
 def piece_vectors(num_rows: int, vectors_per_lane: int) -> int:
     """Return the vectors of a row that each lane sums at a time in ``combine_rows``, unless SMs are few.
 
     More take fewer rounds of loads, which wait for memory. 2 H200, 2026-11-23, a combine of 8192 tokens in a graph, ms,
-    with pieces of 4 (of 7 for hidden 7168) and with these: hidden 2048 0.148 and 0.133, 2880 0.202 and 0.176, 4096
-    0.271 and 0.237, 5120 0.328 and 0.282, 6144 0.388 and 0.329, 7168 0.393 and 0.376. 2048 tokens: 2048 0.0573 and
-    0.0508, 7168 0.129 and 0.121. 1024 tokens: 2048 0.0352 and 0.0361, 7168 0.0744 and 0.0749, hence the limit.
+    with pieces of 4 (of 7 for hidden 7168) and with these: hidden 1024 0.088 and 0.088, 2048 0.148 and 0.132, 2880
+    0.202 and 0.176, 4096 0.272 and 0.236, 5120 0.328 and 0.282, 6144 0.388 and 0.329, 7168 0.399 and 0.378. 2048
+    tokens: 2048 0.0573 and 0.0513, 7168 0.129 and 0.118.
 
-    >>> [piece_vectors(16_384, vectors) for vectors in (8, 12, 16, 20, 24, 28)], piece_vectors(2048, 28)
-    ([8, 12, 8, 10, 12, 14], 7)
+    Up to 1024 tokens on each of 2 ranks, several warps share a row, and each has one piece. 1024 tokens, hidden 6144:
+    0.0677 with pieces of 6, 0.0746 with 4; larger ones are slower: 0.0780 with 12, hidden 4096 0.0596 with 8 and
+    0.0566 with 4, hidden 7168 0.0749 with 14 and 0.0744 with 7.
+
+    >>> [piece_vectors(16_384, vectors) for vectors in (4, 8, 12, 16, 20, 24, 28)]
+    [4, 8, 12, 8, 10, 12, 14]
+    >>> [piece_vectors(2_048, vectors) for vectors in (4, 8, 12, 16, 20, 24, 28)]
+    [4, 4, 4, 4, 5, 6, 7]
     """
     if num_rows <= _MIDDLE:
-        return 7 if vectors_per_lane % 7 == 0 else 4
-    num_pieces = -(-vectors_per_lane // MAX_PIECE_VECTORS)
-    return -(-vectors_per_lane // num_pieces)
+        return min(8, max(4, -(-vectors_per_lane // MAX_PARTS)))
+    return _even(vectors_per_lane, MAX_PIECE_VECTORS)
 
 
 def combine_shape(num_rows: int, vectors_per_lane: int, num_sms: int) -> RingShape:
     """Return the launch shape of ``combine_rows`` for so many rows of ``vectors_per_lane`` vectors.
 
-    8192 tokens on 32 SMs: 0.699 ms wide with 512 threads and 7 vectors, 0.716 with 768 and 4, 0.790 with 288 and 14;
-    narrow 0.237 with 1024 and 4, 0.246 with 768 and 4, 0.250 with 512 and 8. Few rows: 128 tokens 0.025 ms with 256
-    threads wide, 0.028 with 384, narrow 0.021 with 256, 0.023 with 512.
+    8192 tokens on 32 SMs, 512 threads: 0.699 ms wide with 7 vectors, 0.790 with 288 threads and 14; hidden 6144 0.575
+    with 8 and 0.626 with 1024 threads and 4, 4096 0.410 and 0.436, narrow 0.250 and 0.245. 1024 tokens of 4096: 0.127
+    and 0.088. Few rows: 128 tokens 0.025 ms with 256 threads wide, 0.028 with 384, narrow 0.021 with 256, 0.023 with
+    512.
 
     >>> combine_shape(16_384, 28, 132)
     RingShape(num_threads=256, blocks_per_sm=1, unroll=14, depth=3)
     >>> combine_shape(16_384, 8, 132).num_threads, combine_shape(16_384, 8, 32).num_threads
     (448, 1024)
     """
-    if num_sms <= FEW_SMS:
-        return RingShape(512, 1, 7, 3) if vectors_per_lane % 7 == 0 else RingShape(1024, 1, 4, 3)
     unroll = piece_vectors(num_rows, vectors_per_lane)
+    if num_sms <= FEW_SMS:
+        if num_rows > _MIDDLE and vectors_per_lane > 8:
+            return RingShape(512, 1, _even(vectors_per_lane, 8), 3)
+        return RingShape(512, 1, 7, 3) if vectors_per_lane % 7 == 0 else RingShape(1024, 1, 4, 3)
     if num_rows <= _SMALL:
-        return RingShape(256, 1, unroll, 3 if unroll == 7 else 4)
+        return RingShape(256, 1, unroll, 3 if unroll >= 7 else 4)
     if num_rows <= _MIDDLE:
         return RingShape(384, 1, unroll, 4)
     return RingShape(min(768, RING_VECTORS // unroll // 32 * 32), 1, unroll, 3)
 
 
-def combine_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
+def combine_parts(num_rows: int, vectors_per_lane: int) -> int:
     """Return how many warps share a row to send, so that each has several shares and all end at about the same time.
 
     Ranks must agree on it, since each part is announced separately, and their numbers of SMs may differ.
 
-    >>> combine_parts(1_000, 28, 4), combine_parts(5_000, 28, 4), combine_parts(5_000, 8, 4)
+    >>> combine_parts(1_000, 28), combine_parts(5_000, 28), combine_parts(5_000, 8)
     (4, 2, 1)
     """
-    num_pieces = max(1, vectors_per_lane // piece_vectors(num_rows, vectors_per_lane))
-    return max(1, min(max_parts, num_pieces, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
+    num_pieces = -(-vectors_per_lane // piece_vectors(num_rows, vectors_per_lane))
+    return max(1, min(MAX_PARTS, num_pieces, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
 
 
-def sum_parts(num_parts: int, num_pieces: int, max_parts: int, num_sms: int) -> int:
+def sum_parts(num_parts: int, num_pieces: int, num_sms: int) -> int:
     """Return how many warps share a token of ``num_pieces`` pieces to sum, where ``num_parts`` share a row to send.
 
     The last token ends sooner. 8192 tokens with pieces of 7 and 4 vectors: 0.392 instead of 0.404 ms with 4 instead of
     1 wide, 0.140 instead of 0.142 with 2 narrow; on 32 SMs 0.786 instead of 0.736 wide.
 
-    >>> sum_parts(1, 4, 4, 132), sum_parts(1, 2, 4, 132), sum_parts(1, 4, 4, 32), sum_parts(4, 4, 4, 132)
+    >>> sum_parts(1, 4, 132), sum_parts(1, 2, 132), sum_parts(1, 4, 32), sum_parts(4, 4, 132)
     (4, 2, 1, 4)
     """
-    return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(max_parts, num_pieces))
+    return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(MAX_PARTS, num_pieces))
 
 
 def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from typing import TypeAlias
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS, vector_bytes
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.copy_segments import CopyArgs
@@ -17,7 +17,7 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
-from fusco.cuda.tuning import combine_shape
+from fusco.cuda.tuning import MAX_PARTS, combine_shape
 from fusco.offload.driver import COPY_CHUNK
 
 NUM_RANKS = (1, 2, 4, 8)

@@ -16,7 +16,7 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena
 from fusco.cuda.failure import stall_of
-from fusco.cuda.kernels.abi import MAX_PARTS
+from fusco.cuda.tuning import MAX_PARTS
 
 pytestmark = [
     pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++"),

@@ -12,7 +12,6 @@ POINTER = ctypes.c_uint64  # an integer, so that torch's addresses fit without a
 
 # Granularity of signalling: one ready flag per chunk in each rank's arena.
 CHUNK_PAIRS = 512  # expert ids per chunk of routing
-MAX_PARTS = 4  # maximum number of warps that share a row when there are few rows
 
 WARP_SIZE = 32
 

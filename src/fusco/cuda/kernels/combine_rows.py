@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -100,8 +100,8 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     vectors_per_lane = -(-hidden * item_bytes // (width * WARP_SIZE))
     wanted = combine_shape(num_rows, vectors_per_lane, sms)
     shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
-    parts = combine_parts(num_rows, vectors_per_lane, MAX_PARTS)
-    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, vectors_per_lane // shape.unroll, MAX_PARTS, sms)
+    parts = combine_parts(num_rows, vectors_per_lane)
+    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, vectors_per_lane // shape.unroll, sms)
     num_items = longest * ((launcher.num_ranks - 1) * parts + of_sum)
     rounds = num_items * WARP_SIZE / (grid * shape.num_threads)
     arguments = combine_type(launcher.num_ranks)(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Memory, Payload, vector_bytes
+from fusco.cuda.kernels.abi import I32, I64, POINTER, U64, WARP_SIZE, Memory, Payload, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -106,7 +106,7 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     longest, grid = longest_of(first_row), launcher.sms(num_sms)
     vectors_per_lane = max(-(-size // (vector_bytes(size) * WARP_SIZE)) for size in row_bytes)
     num_rows, num_threads = longest * launcher.num_ranks, scatter_threads(grid)
-    parts = scatter_parts(num_rows, vectors_per_lane, MAX_PARTS)
+    parts = scatter_parts(num_rows, vectors_per_lane)
     arguments = scatter_type(launcher.num_ranks, len(row_bytes))(
         comm=launcher.comm,
         first_row=first_row,
