@@ -123,16 +123,22 @@ def run_stream(
     receive: Mapping[int, Segments],
     run: Callable[[Sequence[Task]], None],
 ) -> None:
-    """Send segments to one rank, or receive from one: both sides exchange their number of bytes first.
+    """Send segments to one rank, or receive from one: both sides first exchange what they do, and how many bytes.
 
-    ``run`` runs tasks, ``name`` is for the ``MismatchError`` that both raise if the numbers differ.
+    ``run`` runs tasks, ``name`` is for the ``MismatchError`` that both raise if both send, both receive, or the numbers
+    differ.
     """
     ((peer, segments),) = (*send.items(), *receive.items())
-    ours, theirs = int64_segment(segments.total_bytes, streams.device), int64_segment(0, streams.device)
+    num_bytes = segments.total_bytes
+    # A receiver's number is inverted, and so negative.
+    ours, theirs = int64_segment(num_bytes if send else ~num_bytes, streams.device), int64_segment(0, streams.device)
     run(streams.tasks({peer: ours}, {peer: theirs}))
-    if (num_bytes := int(theirs.base[0])) != segments.total_bytes:
+    of_peer = int(theirs.base[0])
+    if (of_peer >= 0) is bool(send):
+        raise MismatchError(f"{name}: rank {peer} calls {'gather_send' if send else 'scatter_recv'}, too")
+    if max(of_peer, ~of_peer) != num_bytes:
         raise MismatchError(
-            f"{name}: this rank has {segments.total_bytes} bytes of segments, rank {peer} has {num_bytes} bytes"
+            f"{name}: this rank has {num_bytes} bytes of segments, rank {peer} has {max(of_peer, ~of_peer)} bytes"
         )
     run(streams.tasks(send, receive))
 
