@@ -13,7 +13,7 @@ from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.train_presets import PRESETS, PresetName, SizeOptions
+from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.cli.train_tables import how_to_replay, print_runs
 from fusco.core.requirements import check_fsdp
 
@@ -74,26 +74,20 @@ def train(
 
     if record_trace:
         check_trace_path(record_trace)
-    chosen = PRESETS[preset].changed(**vars(sizes))
     joined = launched()
     job = TrainingJob(
-        shape=chosen.shape(),
         device=device,
         num_ranks=_num_ranks(ranks, device, joined),
         ep_size=ep_size,
-        tokens=chosen.tokens,
-        length=chosen.length,
         num_steps=steps,
-        learning_rate=chosen.lr,
-        warmup_steps=chosen.warmup_steps,
         router_loss=router_loss,
         dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
         activation_checkpointing=activation_checkpointing,
-        dtype=chosen.dtype,
         seed=seed,
         text=text,
         text_bytes=text_bytes,
         timeout_s=timeout_s,
+        **sizes.arguments(preset),
     )
     console = new_console(json)
     runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
