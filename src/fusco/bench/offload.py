@@ -12,7 +12,8 @@ from statistics import median
 import torch
 
 from fusco.bench.environment import Measurement, hardware
-from fusco.bench.offload_peer import Owner
+from fusco.bench.offload_peer import Peer
+from fusco.bench.worker import Worker
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
@@ -168,20 +169,20 @@ def _copy_all(copy: Callable[..., Copy], pairs: Sequence[Pair], copiers: Sequenc
         each.synchronize()
 
 
-def measure_owner(show: Show, memory: Memory, owner: Owner, burst_bytes: int, long_bytes: int) -> None:
+def measure_owner(show: Show, memory: Memory, owner: Worker, burst_bytes: int, long_bytes: int) -> None:
     """A GPU copies all the time over both links; another process owns the other one and copies bursts now and then."""
     tensor, pinned = memory.of(long_bytes)
     for uses in ("fusco", "cudaMemcpyAsync"):
-        alone = owner.bursts(burst_bytes, uses)
+        alone = owner.call(Peer.bursts, burst_bytes, uses)
         with Copier(memory.device, OffloadSettings()) as copier:
             copy_to_host(tensor, pinned, copier=copier).synchronize()
-            owner.begin(burst_bytes, uses)
+            owner.begin(Peer.bursts, burst_bytes, uses)
             start, num_bytes = time.perf_counter(), 0
             while not owner.is_done():
                 copy_to_host(tensor, pinned, copier=copier).synchronize()
                 num_bytes += long_bytes
             gbs = num_bytes / 1e9 / (time.perf_counter() - start)
-            with_borrower = owner.end()
+            with_borrower = owner.result()
         speed = [burst_bytes / 1e9 / median(times) for times in (alone, with_borrower)]
         slowest = burst_bytes / 1e9 / max(with_borrower)
         results = {
@@ -195,19 +196,19 @@ def measure_owner(show: Show, memory: Memory, owner: Owner, burst_bytes: int, lo
         show(OffloadRecord("owner comes back", case, "default", burst_bytes, 0, results))
 
 
-def measure_memory(show: Show, memory: Memory, owner: Owner) -> None:
+def measure_memory(show: Show, memory: Memory, owner: Worker) -> None:
     """PyTorch in another process fills the relay GPU: what copies hold there is given back, and taken again later."""
     tensor, pinned = memory.of(256 * MB)
     with Copier(memory.device) as copier:
         relay, links = copier.relays[0], nvml_links()
         held = relay.held_bytes
         copy = copy_to_host(tensor, pinned, copier=copier)
-        owner.fill(1024 * MB)
+        owner.call(Peer.fill, 1024 * MB)
         seconds = _wait_until(lambda: bool(copier.reason), 3)
         copy.synchronize()
         low = links.free_bytes(relay.link)
         own = memory.gbs("to host", 256 * MB, copier)
-        owner.fill(-1)
+        owner.call(Peer.fill, -1)
         _wait_until(lambda: not copier.reason, 6)
         again = memory.gbs("to host", 256 * MB, copier)
         memory.verify(copier, 64 * MB)
@@ -238,7 +239,9 @@ def run(show: Show, names: Sequence[str]) -> None:
     memory = Memory(0, max(largest, _BURST_BYTES))
     has_other = torch.cuda.device_count() > 1
     with ExitStack() as ending:
-        owner = ending.enter_context(Owner(1, _BURST_BYTES)) if has_other and {"owner", "memory"} & set(names) else None
+        owner = None
+        if has_other and {"owner", "memory"} & set(names):
+            owner = ending.enter_context(Worker("the process that owns GPU 1", "spawn", Peer, 1, _BURST_BYTES))
         if "sizes" in names:
             measure_sizes(show, SIZES, memory)
         if not has_other:
