@@ -6,15 +6,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fusco.bench.offload import OffloadRecord
 
 _MB = 1 << 20
@@ -34,7 +34,6 @@ def offload(
     """
     import torch
 
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.offload import BENCHMARKS, run
 
     names = options.choose_names(only, list(BENCHMARKS), "only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.rails.record import RailsRecord
 
 _MAX_SECONDS = 600.0
@@ -45,7 +45,6 @@ def rails(
     Each benchmark is the analogue of a figure or table of FuseLink (OSDI 2025) and says of which. Hosts are network
     namespaces of this machine, which the processors of this machine must be able to feed: 4 rails of 2gbit need one.
     """
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.rails.crew import VARIANTS
     from fusco.bench.rails.suite import BENCHMARKS, run_suite
     from fusco.rails import POLICIES

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from fusco.bench import names
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
+from fusco.core.timeline import write_chrome_trace
+from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rich.console import Console
-
     from fusco.bench.device_results import DeviceRecord, InternodeRecord
     from fusco.bench.device_shuffle import DeviceResult
     from fusco.bench.results import ShuffleRecord
@@ -97,7 +98,6 @@ def shuffle(
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -173,7 +173,6 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
     from fusco.bench.device_results import summarize_device, summarize_internode
     from fusco.bench.device_shuffle import num_device_steps, run_device_rank
     from fusco.cli.device_tables import print_device_records, print_internode_records
-    from fusco.ranks.emulation import describe_emulation
     from fusco.ranks.torchrun import launched
 
     ranks = run_on_ranks(
@@ -195,7 +194,6 @@ def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
-    from fusco.core.timeline import write_chrome_trace
 
     for i, workload in enumerate(run.workloads):
         traffic = workload.pattern.value

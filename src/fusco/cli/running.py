@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
+from fusco.core.memory_size import available_memory_bytes
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fusco.core.topology import Topology
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
@@ -93,7 +94,6 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
 
     ``what`` names the memory, with the options that make it smaller; ``bytes_per_rank`` is a lower bound of it.
     """
-    from fusco.core.memory_size import available_memory_bytes
     from fusco.ranks.torchrun import launched
 
     job = launched()
@@ -125,7 +125,6 @@ def run_on_ranks(
     For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
-    from fusco.ranks.emulation import emulated_network
     from fusco.ranks.joined_world import run_joined
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import new_store, watching

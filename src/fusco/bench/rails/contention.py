@@ -1,4 +1,4 @@
-"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7, Table 2, section 4.3.2)."""
+"""Long flows that borrow rails, alone or beside a victim that owns one of them (FuseLink, Figures 7, 9 and Table 2)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,28 @@ STEPS: tuple[tuple[str, Policy, Limits], ...] = (
     ("+ bound shared by all workers", Policy("shared", POLICIES["fuselink"].choose), Limits()),
     ("+ lower priority (fuselink)", POLICIES["fuselink"], Limits()),
 )
+
+
+def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+    """Measure a flow of one worker for each policy and number of rails."""
+    for name in policies:
+        for num_rails in [1] if name == "direct" else range(1, bed.layout.num_rails + 1):
+            with Crew(bed, VARIANTS[name], num_rails=num_rails) as crew:
+                (sender,), (receiver,) = crew.hire_pairs(1)
+                before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
+                receiver.begin(roles.sink)
+                sender.begin(roles.flow, time.monotonic() + START_S, seconds)
+                speed = sender.result()
+                receiver.result()
+                carried = [bed.counters(0, rail).sent_bytes - before[rail] for rail in range(num_rails)]
+            fair = sum(carried) / num_rails
+            results = {
+                "GB/s": speed,
+                "of line rate": speed / (num_rails * line_rate(bed)),
+                "least share": min(carried) / fair,
+                "largest share": max(carried) / fair,
+            }
+            report(f"{num_rails} rail{'s' * (num_rails > 1)}", name, results)
 
 
 def measure_contention(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:

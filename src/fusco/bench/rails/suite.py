@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fusco.bench.rails.bandwidth import measure_bandwidth
-from fusco.bench.rails.contention import measure_contention, measure_incast, measure_steps
+from fusco.bench.rails.contention import measure_bandwidth, measure_contention, measure_incast, measure_steps
 from fusco.bench.rails.costs import measure_change, measure_costs
 from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
 from fusco.bench.rails.faults import measure_flapping, measure_killing
