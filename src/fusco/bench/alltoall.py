@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
 import numpy as np
@@ -45,19 +45,25 @@ def num_steps(num_matrices: int, num_iterations: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRun:
-    """One matrix of a run, and its configuration; runs together differ in their matrices only."""
+class Exchange:
+    """Values that a run and its record have; ``skew`` is 0 except for the Zipf matrix."""
 
     matrix: str
-    rank_bytes: IntArray
-    topology: Topology
-    bytes_per_rank: int
     skew: float
     seed: int
+    bytes_per_rank: int
+    device: str
+    rank_gbs: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRun(Exchange):
+    """One matrix of a run, and its configuration; runs together differ in their matrices only."""
+
+    rank_bytes: IntArray
+    topology: Topology
     mode: ScheduleMode | None
     settings: Settings
-    device: str = "cpu"
-    rank_gbs: float = 0.0
 
 
 def run_rank(
@@ -125,7 +131,7 @@ def _verify(variants: _Variants, rank: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord(Measurement):
+class ExchangeRecord(Exchange, Measurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -138,12 +144,8 @@ class ExchangeRecord(Measurement):
     or after they travel between nodes.
     """
 
-    matrix: str
-    skew: float
-    seed: int
     nodes: int
     ranks_per_node: int
-    bytes_per_rank: int
     verified: bool
     fusco_ms: float
     planning_ms: float
@@ -160,12 +162,10 @@ class ExchangeRecord(Measurement):
     intranode_bytes: int
     staged_bytes: int
     internode_peak_gbs: float
-    rank_gbs: float
     copy_peak_gbs: float
     num_iterations: int
     slice_bytes: int | None
     ring_depth: int
-    device: str
     errors: list[str]
 
 
@@ -184,12 +184,9 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         return _slowest_ms([[of(profile) for profile in rank.profiles] for rank in ranks])
 
     return ExchangeRecord(
-        matrix=run.matrix,
-        skew=run.skew if run.matrix == "zipf" else 0.0,
-        seed=run.seed,
+        **{field.name: getattr(run, field.name) for field in fields(Exchange)},
         nodes=run.topology.num_nodes,
         ranks_per_node=ranks_per_node,
-        bytes_per_rank=run.bytes_per_rank,
         verified=not errors,
         fusco_ms=_slowest_ms([rank.seconds["fusco"] for rank in ranks]),
         planning_ms=profile_ms(lambda profile: profile.planning_s),
@@ -206,12 +203,10 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
         staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
         internode_peak_gbs=round(peak_gbs, 3),
-        rank_gbs=run.rank_gbs,
         copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
         num_iterations=len(ranks[0].profiles),
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
-        device=run.device,
         hardware=hardware(run.device),
         errors=errors,
     )

@@ -73,7 +73,7 @@ def alltoall(
             ),
             topology=topology,
             bytes_per_rank=bytes_per_rank,
-            skew=skew,
+            skew=skew if kind == "zipf" else 0.0,
             seed=routing.seed,
             mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),

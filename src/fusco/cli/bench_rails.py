@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.running import new_console
+from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
@@ -52,14 +52,7 @@ def rails(
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
-    records: list[RailsRecord] = []
-    with console.status("starting") as status:
-
-        def show(record: RailsRecord) -> None:
-            records.append(record)
-            status.update(escape(f"{record.benchmark}: {record.case}, {record.policy}"))
-
-        run_suite(names, policies, (num_rails, rate), seconds, show)
+    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console)
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))

@@ -19,7 +19,7 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
-from fusco.bench.prompts import prompt_lengths
+from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
@@ -101,8 +101,8 @@ class PrefillBench:
         for variant in variants:
             variant.set_static_rows(int(rows.max()))
         self._routing = ids.to(job.device)
-        imbalance = float((rows.max(1).values / rows.double().mean(1)).mean())
-        case = Case(batch=batch, routing=routing, lengths=lengths, imbalance=imbalance)
+        imbalance = round(float((rows.max(1).values / rows.double().mean(1)).mean()), 3)
+        case = Case(batch=describe_prompts(batch, lengths), routing=routing, lengths=lengths, imbalance=imbalance)
         return case, Prompts.make(lengths[rank], job, rank)
 
     def _forward_of(self, index: int) -> Layer:
