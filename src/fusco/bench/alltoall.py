@@ -39,11 +39,6 @@ class ExchangeResult:
     profiles: list[CallProfile] = field(default_factory=list)
 
 
-def num_steps(num_matrices: int, num_iterations: int) -> int:
-    """Return how many steps ``run_rank`` reports."""
-    return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Values that a run and its record have; ``skew`` is 0 except for the Zipf matrix."""
@@ -71,7 +66,7 @@ def run_rank(
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
-    advance = ProgressReporter(rank, progress_port).advance
+    advance = ProgressReporter(rank, progress_port, len(runs) * (1 + _NUM_WARM_UPS + num_iterations)).advance
     links, results = measure_links(group, topology, device), []
     with Communicator(
         group,

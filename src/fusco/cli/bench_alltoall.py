@@ -119,7 +119,7 @@ def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
 def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
-    from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
+    from fusco.bench.alltoall import VARIANTS, run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
@@ -132,7 +132,6 @@ def _run(
         run_rank,
         (runs, num_iterations),
         num_ranks,
-        num_steps(len(runs), num_iterations),
         console,
         device=run.device,
         topology=run.topology,

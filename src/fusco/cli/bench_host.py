@@ -59,7 +59,7 @@ def host(
         )
         check_room("rows (--tokens, --hidden)", 2 * tokens * hidden, num_ranks)
         topology = Topology.of_equal_nodes(num_ranks, num_ranks // nodes)
-        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, topology=topology)
+        measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
         console.print(_table(records))

@@ -135,7 +135,7 @@ def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tu
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
     """Run the job; problems of the machine raise before any process starts."""
-    from fusco.bench.prefill.rank import num_steps, prefill_rank
+    from fusco.bench.prefill.rank import prefill_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     if job.device == "cpu":
@@ -144,7 +144,6 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
         prefill_rank,
         (job, absolute(json)),
         job.num_ranks,
-        num_steps(job),
         console,
         device=job.device,
         topology=_hosts(job),

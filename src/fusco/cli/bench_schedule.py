@@ -31,10 +31,10 @@ def schedule(
 
     One call from Python each, on one core; every schedule is verified. Exit code 1 if one is wrong.
     """
-    from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
+    from fusco.bench.schedules import MODES, NUM_NODES, measure_schedules
 
     console, sizes = new_console(json), nodes or NUM_NODES
-    total, measuring = num_steps(sizes), measure_schedules(sizes, draws, seed)
+    total, measuring = len(sizes) * len(MODES), measure_schedules(sizes, draws, seed)
     # Refreshed between measurements only: a thread that refreshes would disturb them.
     records = list(track(measuring, "measuring", total, auto_refresh=False, console=console, transient=True))
     console.print(_table(records))

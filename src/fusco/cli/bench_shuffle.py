@@ -146,18 +146,16 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
     """Return each rank's measurements; problems of the machine raise before any process starts."""
     num_ranks = run.topology.world_size
     if run.device == "cuda":
-        from fusco.bench.device_shuffle import num_device_steps, run_device_rank
+        from fusco.bench.device_shuffle import run_device_rank
 
-        return run_on_ranks(
-            run_device_rank, (run,), num_ranks, num_device_steps(run), console, device="cuda", topology=run.topology
-        )
-    from fusco.bench.shuffle import num_steps, run_rank
+        return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
+    from fusco.bench.shuffle import run_rank
     from fusco.bench.traffic import world_bytes
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
     check_room(what, world_bytes(run.shape), num_ranks)
-    return run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
+    return run_on_ranks(run_rank, (run,), num_ranks, console, prepare=(warm_up_cpu,))
 
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:

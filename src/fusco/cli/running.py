@@ -125,7 +125,6 @@ def run_on_ranks(
     function: Callable[..., _Result],
     arguments: Sequence[Any],
     num_ranks: int,
-    num_steps: int,
     console: Console,
     *,
     device: str = "cpu",
@@ -136,7 +135,7 @@ def run_on_ranks(
     """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
 
     It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
-    The console shows the ``num_steps`` steps that rank 0 reports, and the note of every twentieth, if they have one.
+    The console shows the steps that rank 0 reports, and the note of every twentieth, if they have one.
     For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
@@ -151,12 +150,13 @@ def run_on_ranks(
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
-        task, next_note = progress.add_task("starting", total=num_steps), 1
+        task, next_note = progress.add_task("starting", total=None), 1
 
-        def show(num_done: int, note: str) -> None:
+        def show(num_done: int, num_steps: int, note: str) -> None:
             nonlocal next_note
             if num_done:
-                progress.update(task, completed=num_done, description=note or "verifying and measuring")
+                what = note or "verifying and measuring"
+                progress.update(task, completed=num_done, total=num_steps, description=what)
             if note and num_done >= next_note:
                 next_note = num_done + max(1, num_steps // 20)
                 progress.console.print(note, highlight=False, soft_wrap=True)

@@ -137,7 +137,6 @@ def _run(
             train_and_log,
             (job, keeps_routing, absolute(json)),
             job.num_ranks,
-            job.num_steps * len(job.dispatchers),
             console,
             device=job.device,
             prepare=(warm_up_cpu,),

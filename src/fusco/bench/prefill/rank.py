@@ -26,11 +26,6 @@ _NUM_WARM_UPS = 2
 _NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed
 
 
-def num_steps(job: PrefillJob) -> int:
-    """Return the steps that a rank reports: a comparison and the timed rounds of every case."""
-    return len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
-
-
 def prefill_rank(
     group: dist.ProcessGroup, job: PrefillJob, log: Path | None, progress_port: int | None
 ) -> list[PrefillRecord]:
@@ -39,7 +34,8 @@ def prefill_rank(
     Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
-    reporter, records = ProgressReporter(rank, progress_port), []
+    num_steps = len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
+    reporter, records = ProgressReporter(rank, progress_port, num_steps), []
     with torch.no_grad(), ExitStack() as stack:
         model = PrefillModel(job, rank)
         reference = reference_layers(group, model.experts)
