@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fusco.bench import names
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.prompts import Batch
     from fusco.bench.traffic import Workload
-    from fusco.core.topology import Topology
 
 
 Device = Literal["cpu", "cuda"]

@@ -182,7 +182,7 @@ def iteration_of(ms, **more):
 
 
 def record_of(*deviations):
-    case = Case(batch="skewed", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
+    case = Case(batch="skewed: 64, 8", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
     sections = {"dispatch": 1.0, "combine": 2.0, "prefill": 12.0}
     iterations = [[iteration_of(ms), iteration_of(9.0)] for ms in (10.0, 12.0, 20.0)]
     measured = Measured(iterations=iterations, section_ms=sections, deviations=deviations)

@@ -263,7 +263,7 @@ def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
     def is_full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr("fusco.bench.json_lines.write_json_lines", is_full)
+    monkeypatch.setattr("fusco.cli.plan.write_json_lines", is_full)
     done = run("plan", "--tokens", "64", "--json", str(tmp_path / "plan.jsonl"))
     assert "no space left" in str(done.exception)
     assert "duplicates avoided" in done.output
