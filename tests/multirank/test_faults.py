@@ -51,7 +51,7 @@ SCATTERING = "fusco.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.cpu.combine:ProducePartialSums.step"
 FOLDING = "fusco.cpu.combine:FoldSums.step"
 DISPATCHING = "fusco.cpu.engine:CpuEngine.prepare_redispatch"
-SHUFFLING = "fusco.engine.byte_stream:SegmentSender.step"
+SHUFFLING = "fusco.cpu.all_to_all:SendWithin.step"
 OUTSIDE = "fault_jobs:between_calls"
 
 # Places of faults: (ranks, ranks per node), victims, the method, its successful calls before the fault.
@@ -76,8 +76,8 @@ MORE_PLACES = {
 EXCHANGES = {
     "sending within the node": (TWO_NODES, (1,), "fusco.cpu.all_to_all:SendWithin.step", 5),
     "receiving within the node": (TWO_NODES, (0,), "fusco.cpu.all_to_all:ReceiveWithin.step", 4),
-    "sending stages": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
-    "receiving stages": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
+    "sending to other nodes": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
+    "receiving from other nodes": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
 }
 STAGES = {
     "before anything": (STORE_GATHER, 0),
@@ -97,7 +97,7 @@ LATE = {
     "in an all-to-all": {
         "how": stop,
         "victims": (2,),
-        "where": EXCHANGES["sending stages"][2],
+        "where": EXCHANGES["sending to other nodes"][2],
         "num_calls_before": 3,
         "work": exchange,
     },

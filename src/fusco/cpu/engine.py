@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,14 +19,13 @@ from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
-from fusco.core.profile import Call
+from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import ByteMemory, make_tasks
+from fusco.cpu.all_to_all import ByteMemory, make_stream_tasks, make_tasks
 from fusco.cpu.attachments import Attachments
-from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -257,11 +257,11 @@ class CpuEngine:
                 rank_schedule = plan_shuffle(request, counts, self._topology, self._rank, slot_bytes, self._links)
             with call.profile.spend("wire"):
                 if rank_schedule is None:
-                    self._run(self._streams().tasks(request.send, request.receive))
+                    self._run(self._stream_tasks(request.send, request.receive, call.profile))
                     return
                 ends = list(map(SegmentMemory, request.of_others(self._rank)))
                 tasks = self._schedule_tasks(rank_schedule, ends, call)
-                self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
+                self._run([*tasks, *self._stream_tasks(*request.of_rank(self._rank), call.profile)])
 
         return Pending(request.counts(self._topology.world_size), run)
 
@@ -281,7 +281,7 @@ class CpuEngine:
         return Pending(request.counts, run)
 
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
-        run_stream(self._streams(), name, send, receive, self._run)
+        run_stream(name, send, receive, partial(self._stream_tasks, profile=CallProfile()), self._run)
 
     def _is_over(self) -> None:
         """Every call has ended when it returns, nothing is launched, and a rank at its end needs no peer."""
@@ -317,8 +317,10 @@ class CpuEngine:
         runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
         return ReceiveRows(self._memory, self._transport, call.sequence_number, runs, row_bytes, rows_per_slice)
 
-    def _streams(self) -> CpuSegmentChannels:
-        return CpuSegmentChannels(self._memory, self._transport, self._private)
+    def _stream_tasks(
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], profile: CallProfile
+    ) -> list[Task]:
+        return make_stream_tasks(send, receive, self._memory, self._transport, self._private, profile)
 
 
 def warm_up(config: EngineConfig) -> None:

@@ -288,7 +288,7 @@ class CudaEngine:
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as cuda_stream:
-            run_stream(self._streams(cuda_stream), name, send, receive, self._run)
+            run_stream(name, send, receive, self._streams(cuda_stream).tasks, self._run)
 
     def wait(self) -> None:
         self._order.wait()
