@@ -82,7 +82,7 @@ class InternodeShuffle:
     ) -> None:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
-        self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
+        self._ring = SliceRing(network, self._layout, self._arena.memory)
         self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
@@ -180,7 +180,7 @@ class InternodeShuffle:
         rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
-        carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
+        carried = self._arena.address(self._arena.local, self._layout.offsets["pool"])
         streams = stream, self._network.stream
         arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):

@@ -66,8 +66,8 @@ def test_epochs_wrap_around(folder, order, age):
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
-        arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
-        old = arena.buffers[0].memory[layout.offsets["rows_ready"] : layout.offsets["ids"]].view(torch.int32)
+        arena.memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
+        old = arena.memory[layout.offsets["rows_ready"] : layout.offsets["ids"]].view(torch.int32)
         old.fill_(last - age + 2**32 if age else last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):

@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_come_is_named_on_the_device_and_has_the_rows_that_
         return at.arena, dispatch(at, request)[0]
 
     arenas, outputs = zip(*repeated.world.run(on_rank), strict=True)
-    flags_of_rank_1 = arenas[1].buffers[0].memory[repeated.layout.offsets["rows_ready"] :].view(torch.int32)
+    flags_of_rank_1 = arenas[1].memory[repeated.layout.offsets["rows_ready"] :].view(torch.int32)
     num_flags = NUM_TOKENS * MAX_PARTS
     for rank in (0, 2):
         assert (outputs[rank].view(torch.uint8) == 0xFF).all()
