@@ -41,8 +41,7 @@ AHEAD = 4  # worlds that wait for the time limit meanwhile; their ranks hardly c
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
-MESH = "fusco.control.tcp_mesh:TcpMesh.__init__"
-CONNECTING = "fusco.cpu.tcp_transport:TcpTransport.__init__"
+CONNECTING = "fusco.control.tcp_transport:TcpTransport.__init__"  # for records, then for rows
 REUSE = "fusco.control.record_exchange:RecordExchange.wait_for_peers_done"
 RECORDS = "fusco.control.record_exchange:RecordExchange.exchange_records"
 ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"
@@ -81,8 +80,8 @@ EXCHANGES = {
 }
 STAGES = {
     "before anything": (STORE_GATHER, 0),
-    "before it can send records": (MESH, 0),
-    "before it connects": (CONNECTING, 0),
+    "before it can send records": (CONNECTING, 0),
+    "before it connects": (CONNECTING, 1),
     "before it has memory": (STORE_GATHER, 3),
     "before it has mapped its peers' memory": (STORE_GATHER, 4),
 }

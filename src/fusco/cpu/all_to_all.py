@@ -9,18 +9,19 @@ sender, but for a few MiB.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
+from fusco.control.transport import Ticket, Transport
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.kernels.copy_segments import ContiguousMemory, SegmentMemory
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.transport import Ticket, Transport
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import in_turn
 from fusco.engine.tasks import Task
@@ -276,65 +277,56 @@ class CopyOwn:
         return Stall("copying", (), "", "")
 
 
-def make_tasks(
-    rank_schedule: RankSchedule,
-    memories: Sequence[ByteMemory],
-    memory: CpuMemory,
-    transport: Transport,
-    private: torch.Tensor,
-    profile: CallProfile,
-) -> list[Task]:
-    """Make all tasks of a rank.
+@dataclass(frozen=True)
+class Exchanges:
+    """Makes the tasks by which a rank exchanges bytes with others."""
 
-    ``memories`` have the sizes and the order of the rank schedule. ``private`` are the rank's slots outside shared
-    memory (``CpuLayout.num_private_slots``).
-    """
-    depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
-    staging = Staging(memories, rank_schedule.num_regions)
-    tasks: list[Task] = [
-        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth:])),
-        SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
-    ]
-    for peer, flows in rank_schedule.receives_within.items():
-        ring_in = RingIn(memory, memory.ranks.index(peer))
-        tasks.append(ReceiveWithin(flows, staging, ring_in, slice_bytes, profile))
-    for peer, flows in rank_schedule.sends_within.items():
-        ring_out = RingOut(memory, memory.ranks.index(peer))
-        tasks.append(SendWithin(flows, staging, ring_out, slice_bytes))
-    if isinstance(memories[INPUT], SegmentMemory):
+    memory: CpuMemory
+    transport: Transport  # between nodes
+    private: torch.Tensor  # the rank's slots outside shared memory (``CpuLayout.num_private_slots``)
+
+    def of_schedule(
+        self, rank_schedule: RankSchedule, memories: Sequence[ByteMemory], profile: CallProfile
+    ) -> list[Task]:
+        """Return the tasks of a rank schedule, whose order and sizes ``memories`` have."""
+        depth, slice_bytes = self.memory.layout.settings.ring_depth, self.memory.layout.slot_bytes
+        staging = Staging(memories, rank_schedule.num_regions)
+        tasks: list[Task] = [
+            ReceiveAcross(rank_schedule.receives_across, staging, self.transport, list(self.private[depth:])),
+            SendAcross(rank_schedule.sends_across, staging, self.transport, list(self.private[:depth]), profile),
+        ]
+        for peer, flows in rank_schedule.receives_within.items():
+            tasks.append(ReceiveWithin(flows, staging, RingIn(self.memory, peer), slice_bytes, profile))
+        for peer, flows in rank_schedule.sends_within.items():
+            tasks.append(SendWithin(flows, staging, RingOut(self.memory, peer), slice_bytes))
+        if isinstance(memories[INPUT], SegmentMemory):
+            return tasks
+        return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
+
+    def of_segments(
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], profile: CallProfile
+    ) -> list[Task]:
+        """Return the tasks that send segments to some ranks and receive segments from some, each by itself.
+
+        They may be of this rank, too, which the profile does not count.
+        """
+        memory, depth, slice_bytes = self.memory, self.memory.layout.settings.ring_depth, self.memory.layout.slot_bytes
+        remote = [rank for rank in range(memory.layout.topology.world_size) if rank not in memory.ranks]
+        sending, tasks = list(self.private[:depth]), list[Task]()
+        for dst, segments in in_turn(memory.rank, send):
+            stream = _stream(dst, segments)
+            if dst in memory.ranks:
+                tasks.append(SendWithin(*stream, RingOut(memory, dst), slice_bytes))
+            else:
+                tasks.append(SendAcross(*stream, self.transport, sending, profile))
+        for src, segments in in_turn(memory.rank, receive):
+            stream, counted = _stream(src, segments), CallProfile() if src == memory.rank else profile
+            if src in memory.ranks:
+                tasks.append(ReceiveWithin(*stream, RingIn(memory, src), slice_bytes, counted))
+            else:
+                first = depth + 2 * remote.index(src)
+                tasks.append(ReceiveAcross(*stream, self.transport, list(self.private[first : first + 2])))
         return tasks
-    return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
-
-
-def make_stream_tasks(
-    send: Mapping[int, Segments],
-    receive: Mapping[int, Segments],
-    memory: CpuMemory,
-    transport: Transport,
-    private: torch.Tensor,
-    profile: CallProfile,
-) -> list[Task]:
-    """Make the tasks that send segments to some ranks and receive segments from some, each by itself.
-
-    They may be of this rank, too, which the profile does not count. ``private`` is that of ``make_tasks``.
-    """
-    depth, slice_bytes, ranks = memory.layout.settings.ring_depth, memory.layout.slot_bytes, memory.ranks
-    remote = [rank for rank in range(memory.layout.topology.world_size) if rank not in ranks]
-    sending, tasks = list(private[:depth]), list[Task]()
-    for dst, segments in in_turn(memory.rank, send):
-        stream = _stream(dst, segments)
-        if dst in ranks:
-            tasks.append(SendWithin(*stream, RingOut(memory, ranks.index(dst)), slice_bytes))
-        else:
-            tasks.append(SendAcross(*stream, transport, sending, profile))
-    for src, segments in in_turn(memory.rank, receive):
-        stream, counted = _stream(src, segments), CallProfile() if src == memory.rank else profile
-        if src in ranks:
-            tasks.append(ReceiveWithin(*stream, RingIn(memory, ranks.index(src)), slice_bytes, counted))
-        else:
-            first = depth + 2 * remote.index(src)
-            tasks.append(ReceiveAcross(*stream, transport, list(private[first : first + 2])))
-    return tasks
 
 
 def _stream(peer: int, segments: Segments) -> tuple[list[Flow], Staging]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from fusco.control.transport import Ticket, Transport
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.transport import Ticket, Transport
 
 
 class RingOut:
     """Sending end of a shared-memory ring to a rank of the node. Counters never reset, so any verb may use it."""
 
-    def __init__(self, memory: CpuMemory, consumer: int) -> None:
-        self._memory, self._consumer = memory, consumer
+    def __init__(self, memory: CpuMemory, dst: int) -> None:
+        self._memory, self._consumer = memory, memory.ranks.index(dst)
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.control.produced_flag(consumer)
+        self._flag = memory.layout.control.produced_flag(self._consumer)
         self.num_produced = memory.own.load(self._flag)
 
     @property
@@ -39,10 +39,10 @@ class RingOut:
 class RingIn:
     """Receiving end of a ``RingOut``."""
 
-    def __init__(self, memory: CpuMemory, producer: int) -> None:
-        self._memory, self._producer = memory, producer
+    def __init__(self, memory: CpuMemory, src: int) -> None:
+        self._memory, self._producer = memory, memory.ranks.index(src)
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.control.consumed_flag(producer)
+        self._flag = memory.layout.control.consumed_flag(self._producer)
         self.num_consumed = memory.own.load(self._flag)
 
     @property

@@ -67,7 +67,8 @@ class Arena:
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
         self._handle = rendezvous(memory, store_gather, self.node_ranks, "arena")  # keeps the peers' memory mapped
-        self._addresses, size = tuple(self._handle.buffer_ptrs), (layout.offsets["end"],)
+        self._addresses: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
+        size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
             self._handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
         ]
