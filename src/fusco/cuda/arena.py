@@ -66,7 +66,8 @@ class Arena:
         self.rank, self.layout, self.device, self.memory = store_gather.rank, layout, device, memory
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
-        self._handle = rendezvous(memory, store_gather, self.node_ranks, "arena")  # keeps the peers' memory mapped
+        # It keeps the peers' memory mapped.
+        self._handle = rendezvous(memory, store_gather, self.node_ranks, "peer memory")
         self._addresses: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [

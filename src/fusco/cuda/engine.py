@@ -77,10 +77,10 @@ class Shuffle(Protocol[_PlanT]):
     ) -> Pending[DispatchOutput[_PlanT]]:
         """Prepare what ``Engine.prepare_dispatch`` returns."""
 
-    def prepare_redispatch(
+    def redispatch(
         self, request: RedispatchRequest[_PlanT], call: Call, stream: torch.cuda.Stream
-    ) -> Pending[list[torch.Tensor]]:
-        """Prepare what ``Engine.prepare_redispatch`` returns."""
+    ) -> list[torch.Tensor]:
+        """Move rows along an earlier plan, once all ranks agree."""
 
     def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
         """Sum rows, once all ranks agree."""
@@ -204,15 +204,15 @@ class CudaEngine:
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
         launch, order = request.launch, self._order
-        stream, context = order.enter(launch, *request.payloads, held=request.plan)
-        pending = inside(context, self._shuffle.prepare_redispatch, request, call, stream)
 
-        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-            rows: list[torch.Tensor] = inside(context, pending.run, counts)
+        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+            stream, context = order.enter(launch, *request.payloads, held=request.plan)
+            with call.profile.spend("wire"):
+                rows = inside(context, self._shuffle.redispatch, request, call, stream)
             order.hand_over(rows, launch, stream)
             return rows
 
-        return Pending(pending.counts, run)
+        return Pending((), run)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
         launch, order = request.launch, self._order

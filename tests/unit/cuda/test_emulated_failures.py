@@ -116,7 +116,7 @@ def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(d
         assert is_poison == [False] * num_valid + [True] * (2 * num_replays - num_valid)
         num_terms = (repeated.request(rank, 1, torch.float32).routing.topk_idx >= 0).sum(1)
         assert torch.equal(outputs[1][:, 0], num_terms.float())
-        assert (plan.row_to_slots == -1).all()
+        assert (plan.tables.row_to_slots == -1).all()
         assert (plan.num_rows_per_expert == 0).all()
 
 
