@@ -75,7 +75,6 @@ class PlaceOptions:
         On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
         """
         from fusco.core.requirements import check_cuda_core
-        from fusco.core.topology import Topology
         from fusco.ranks.torchrun import launched
 
         device, nodes, ranks_per_node = self.device, self.nodes, self.ranks_per_node

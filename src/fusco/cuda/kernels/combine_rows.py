@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
+from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, HeldRows, RowAddresses, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
@@ -35,18 +35,18 @@ def _stage_bytes(shape: RingShape, row_item_bytes: int, wire_item_bytes: int) ->
 @cache
 def combine_type(num_ranks: int) -> type[ctypes.Structure]:
     """``CombineArgs`` of combine_rows.cu."""
-    fields = [
-        ("comm", comm_type(num_ranks)),
-        *((name, POINTER) for name in ("rows", "out", "row_to_slots", "row_weights", "token_to_ranks")),
-        ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("longest", "parts", "sum_parts", "num_senders")),
-    ]
-    return type("CombineArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "CombineArgs",
+        (comm_type(num_ranks), "comm"),
+        (POINTER, "rows out row_to_slots row_weights token_to_ranks"),
+        (I32 * (num_ranks + 1), "first_row"),
+        (I32, "longest parts sum_parts num_senders"),
+    )
 
 
 def combine_rows(
     launcher: Launcher,
-    held: Rows,
+    held: HeldRows,
     rows: torch.Tensor,
     wire_dtype: torch.dtype,
     out: torch.Tensor,
