@@ -141,8 +141,9 @@ class CpuEngine:
         self._stage(request.payloads, call)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, None, call))
 
-    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
-        return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
+    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
+        (rows,) = request.rows
+        return Pending((), lambda _: [self._sum_rows(request.plan, rows, request.weights, call)])
 
     def _plan(
         self,

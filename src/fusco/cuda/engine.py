@@ -82,8 +82,8 @@ class Shuffle(Protocol[_PlanT]):
     ) -> list[torch.Tensor]:
         """Move rows along an earlier plan, once all ranks agree."""
 
-    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows, once all ranks agree."""
+    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Sum rows of each tensor, once all ranks agree."""
 
 
 class CudaEngine:
@@ -208,25 +208,28 @@ class CudaEngine:
         def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             stream, context = order.enter(launch, *request.payloads, held=request.plan)
             with call.profile.spend("wire"):
-                rows = inside(context, self._shuffle.redispatch, request, call, stream)
-            order.hand_over(rows, launch, stream)
+                rows: list[torch.Tensor] = inside(context, self._shuffle.redispatch, request, call, stream)
+            if launch.own_stream or launch.event:
+                order.hand_over(rows, launch, stream)
+            elif self._repeated_calls and request.known:
+                self._repeated_calls.keep_redispatch(request)
             return rows
 
         return Pending((), run)
 
-    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
+    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
         launch, order = request.launch, self._order
 
-        def run(_: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             begin = perf_counter()
-            stream, context = order.enter(launch, request.rows, held=request.plan)
-            out = inside(context, self._shuffle.combine, request, call, stream)
+            stream, context = order.enter(launch, *request.rows, held=request.plan)
+            sums = inside(context, self._shuffle.combine, request, call, stream)
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
-                order.hand_over((out,), launch, stream)
+                order.hand_over(sums, launch, stream)
             elif self._repeated_calls and request.known:
                 self._repeated_calls.keep_combine(request)
-            return out
+            return sums
 
         return Pending((), run)
 

@@ -151,9 +151,17 @@ class InternodeShuffle:
         self._scatter_slices(plan, transfer, rows, arrivals)
         return rows
 
-    def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
+    def combine(
+        self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
+    ) -> list[torch.Tensor]:
+        """Sum rows of each tensor."""
+        return [self._combine(request, rows, call, stream) for rows in map(aligned, request.rows)]
+
+    def _combine(
+        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
+    ) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
-        plan, rows, timeline = request.plan, aligned(request.rows), self._context.timeline
+        plan, timeline = request.plan, self._context.timeline
         wire_dtype, launcher = self._context.wire_dtype(rows.dtype), self._context.launcher(stream)
         summing = _Summing(request, rows, wire_dtype, launcher, stream, call)
         self.latest_combine = LatestCombine()

@@ -28,7 +28,7 @@ class IntranodeShuffle:
 
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
-        self.launched: list[PreparedLaunch] = []  # by the latest dispatch or combine
+        self.launched: list[PreparedLaunch] = []  # by the latest call
 
     def pending_error(self) -> None:
         """Return no error: plans report all that there are."""
@@ -51,19 +51,21 @@ class IntranodeShuffle:
         """Move rows along an earlier plan."""
         payloads = list(map(aligned, request.payloads))
         transfer = Transfer(payloads=payloads, launch=request.launch, stream=stream, call=call)
-        return self._own_rows.scatter(request.plan, request.plan.all_rows, transfer)
+        rows = self._own_rows.scatter(request.plan, request.plan.all_rows, transfer)
+        self.launched = transfer.launched
+        return rows
 
-    def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows."""
-        plan, rows, context = request.plan, aligned(request.rows), self._context
-        out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        wire_dtype = context.wire_dtype(rows.dtype)
+    def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Sum rows of each tensor."""
+        plan, context, sums = request.plan, self._context, []
         launch = partial(combine_rows, is_weighted=request.is_weighted, num_sms=request.launch.num_sms)
-        arguments = (context.launcher(stream), plan.all_rows, rows, wire_dtype, out)
-        launched = context.timeline.timed("sum", "tokens", stream, launch, *arguments)
-        call.profile.count_sms(launched.grid)
-        self.launched = [launched]
-        return out
+        self.launched = []
+        for rows in map(aligned, request.rows):
+            sums.append(rows.new_empty(plan.num_tokens, rows.shape[1]))
+            arguments = (context.launcher(stream), plan.all_rows, rows, context.wire_dtype(rows.dtype), sums[-1])
+            self.launched.append(context.timeline.timed("sum", "tokens", stream, launch, *arguments))
+            call.profile.count_sms(self.launched[-1].grid)
+        return sums
 
     def _dispatch(
         self, request: DispatchRequest, num_rows: Sequence[int], transfer: Transfer

@@ -242,8 +242,9 @@ class Rank:
     ) -> torch.Tensor:
         """Hosts do not wait for each other: the more orders are possible in which devices run."""
         weights = plan.weights if is_weighted else None
-        request = CombineRequest(rows=rows, plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
-        return self.shuffle.combine(request, self.session.begin("combine"), self.stream)
+        request = CombineRequest(rows=[rows], plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
+        (sums,) = self.shuffle.combine(request, self.session.begin("combine"), self.stream)
+        return sums
 
 
 class World:

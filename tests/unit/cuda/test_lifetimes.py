@@ -96,9 +96,9 @@ class Shuffle:
 
     stream: Stream
 
-    def combine(self, request, _call, stream) -> torch.Tensor:
+    def combine(self, request, _call, stream) -> list[torch.Tensor]:
         self.stream = stream
-        return torch.empty_like(request.rows)
+        return list(map(torch.empty_like, request.rows))
 
     def redispatch(self, request, _call, stream) -> list[torch.Tensor]:
         self.stream = stream
@@ -114,7 +114,7 @@ class Engine(CudaEngine):
 
 
 def combine(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
-    request = CombineRequest(rows=rows, plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
+    request = CombineRequest(rows=[rows], plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
     engine.prepare_combine(request, Call(2, CallProfile())).run([])
 
 
