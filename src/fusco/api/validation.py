@@ -109,16 +109,16 @@ class Validator:
         with_weights: bool,  # noqa: FBT001  passed by position
     ) -> KnownInput | None:
         """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
-        tensors, terms = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
-        return self._known.find(tensors, terms)
+        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+        return self._known.find(tensors, options)
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
         self.require_handle(handle)
-        terms = ("dispatch_again", len(payloads), handle.num_tokens)
-        known = self._known.find(payloads, terms)
+        options = ("dispatch_again", len(payloads), handle.num_tokens)
+        known = self._known.find(payloads, options)
         if known is None:
             self.require_payloads(payloads, handle.num_tokens)
         launch = self.require_launch(launch)
@@ -126,7 +126,7 @@ class Validator:
             payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, known=known
         )
         if known is None:
-            self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, terms)
+            self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, options)
         return request
 
     def validate_combine(
@@ -143,7 +143,7 @@ class Validator:
         )
         if known is None:
             fingerprint = CollectiveFingerprint("combine", request.fields)
-            self._known_rows.add(fingerprint, (y,), _terms_of_combine(topk_weights))
+            self._known_rows.add(fingerprint, (y,), _options_of_combine(topk_weights))
         return request
 
     def known_combine(self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None) -> KnownInput | None:
@@ -152,7 +152,7 @@ class Validator:
         self.require_combine_weights(weights)
         if weights is not None:
             self.require_unchanged_weights(handle)
-        known = self._known_rows.find((y,), _terms_of_combine(None if weights is None else handle.topk_weights))
+        known = self._known_rows.find((y,), _options_of_combine(None if weights is None else handle.topk_weights))
         return known if known is not None and y.shape[0] == handle.plan.num_slots else None
 
     def validate_combine_all(
@@ -160,8 +160,8 @@ class Validator:
     ) -> CombineAllRequest[Any]:
         """Validate the arguments of ``combine_all``."""
         self.require_handle(handle)
-        terms = ("combine_all", len(ys), handle.num_rows)
-        known = self._known.find(ys, terms)
+        options = ("combine_all", len(ys), handle.num_rows)
+        known = self._known.find(ys, options)
         if known is None:
             if not 1 <= len(ys) <= MAX_PAYLOADS:
                 raise ValueError(f"combine_all takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
@@ -173,7 +173,7 @@ class Validator:
         ]
         request = CombineAllRequest[Any](parts=parts, handle=number, known=known)
         if known is None:
-            self._known.add(CollectiveFingerprint("combine_all", request.fields), ys, terms)
+            self._known.add(CollectiveFingerprint("combine_all", request.fields), ys, options)
         return request
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
@@ -399,11 +399,11 @@ def _known_by(
     alignment: int,
     with_weights: object,
 ) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
-    """Return the tensors, then the terms, by which the input of a dispatch is known."""
+    """Return the tensors, then the options, by which the input of a dispatch is known."""
     tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
     return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(with_weights))
 
 
-def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
-    """Return the terms, besides rows, by which the input of a combine is known."""
+def _options_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the options, besides rows, by which the input of a combine is known."""
     return "combine", topk_weights is None, wants_grad(topk_weights)

@@ -11,7 +11,7 @@ from typing import Any
 from fusco.core.errors import ClosedError, PeerFailureError
 from fusco.rails.buffers import as_bytes
 from fusco.rails.connection import Connection
-from fusco.rails.handshake import Introduction
+from fusco.rails.handshake import EndpointInfo
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
 from fusco.rails.rail_failures import RailFailures
@@ -34,7 +34,7 @@ class Channel:
         num_rails: rails that both hosts have.
     """
 
-    def __init__(self, host: Host, peer: Introduction, name: bytes) -> None:
+    def __init__(self, host: Host, peer: EndpointInfo, name: bytes) -> None:
         self._host, self.name = host, name
         self.peer = peer.worker
         self.num_rails = min(len(host.rails), peer.num_rails)

@@ -36,13 +36,13 @@ def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: 
     """Call ``on_progress`` every ``seconds`` from a separate thread: with the number of finished steps, and a note."""
     stop = threading.Event()
 
-    def look() -> None:
+    def report() -> None:
         num_done = store.add(_KEY, 0)
         on_progress(num_done, store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else "")
 
     def poll() -> None:
         while not stop.wait(seconds):
-            look()
+            report()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -51,4 +51,4 @@ def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: 
     finally:
         stop.set()
         thread.join()
-        look()
+        report()
