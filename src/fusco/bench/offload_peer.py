@@ -1,4 +1,4 @@
-"""A process that owns a GPU's PCIe link and copies now and then, beside one that borrows it."""
+"""A process that owns a GPU's PCIe link and copies now and then, while another process borrows it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Channel:
             self._host.loop.wait(self.closed, CLOSING_S)
 
     def begin_close(self) -> None:
-        """Begin to close the channel; ``closed`` is set when the peer was told."""
+        """Begin to close the channel; ``closed`` is set once the peer is notified."""
         self._host.loop.post(self._begin_close)
 
     def check_connected(self, limit_s: float) -> None:
@@ -291,7 +291,7 @@ class Channel:
 
     @property
     def is_closing(self) -> bool:
-        """True from the beginning to the end of ``close``; the peer is being told."""
+        """True from the beginning to the end of ``close``; the peer is being notified."""
         return self._is_closing and not self.closed.is_set()
 
     def end_close(self) -> None:
