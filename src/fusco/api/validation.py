@@ -316,6 +316,8 @@ class Validator:
         """Raise unless ``values`` has one for each row of a dispatch of this communicator."""
         self.require_handle(handle)
         self._tensor("values", values)
+        if not values.is_floating_point():
+            raise TypeError(f"values must be of a floating-point dtype, got {values.dtype}")
         if values.shape != (handle.num_rows,):
             raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
 

@@ -16,12 +16,12 @@ from fusco.control.repeated_record import Condition
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
-from fusco.cuda.device_plan import RowRun
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.combine_rows import combine_fields
 from fusco.cuda.kernels.events import record_event, wait_for_event
 from fusco.cuda.kernels.gather_rows import Part
+from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.plan import plan_fields
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, forwarding_fields
 from fusco.cuda.kernels.repeated_launches import CONSTANT, Field, NativeCall, PreparedFields, RepeatedLaunches
@@ -79,15 +79,15 @@ def _is_one_slice(plan: InternodePlan, latest: LatestDispatch) -> bool:
 def _is_in_runs(plan: InternodePlan) -> bool:
     """Return whether rows of this node, and of others, each follow each other in the plan, and none is carried."""
     slices = plan.known_slices
-    are_runs = all(len(of) == 1 and isinstance(of[0], RowRun) for of in slices)
-    return bool(slices) and are_runs and isinstance(plan.own_rows, RowRun) and not plan.traffic.is_shared
+    are_runs = all(len(of) == 1 and of[0].offsets for of in slices)
+    return bool(slices) and are_runs and bool(plan.own_rows.offsets) and not plan.traffic.is_shared
 
 
-def _runs_of(plan: InternodePlan) -> tuple[RowRun, RowRun]:
-    """Return the rows of this node, and those of other nodes, which are one slice."""
-    own, of_others = plan.own_rows, plan.known_slices[0][0]
-    assert isinstance(own, RowRun)
-    assert isinstance(of_others, RowRun)
+def _offsets_in(plan: InternodePlan) -> tuple[RowAddresses, RowAddresses]:
+    """Return where the rows of this node are in the plan, and those of other nodes, which are one slice."""
+    own, of_others = plan.own_rows.offsets, plan.known_slices[0][0].offsets
+    assert own
+    assert of_others
     return own, of_others
 
 
@@ -153,8 +153,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
             [Field("rows", CONSTANT, start, payload) for payload, start in enumerate(starts)],
         )
         scatters: list[PreparedFields | NativeCall] = [
-            (launched, of_rows + scatter_fields(shape, memory, outputs, num, run.offsets))
-            for launched, of_rows, run in zip(latest.scatters, moved, _runs_of(plan), strict=True)
+            (launched, of_rows + scatter_fields(shape, memory, outputs, num, run))
+            for launched, of_rows, run in zip(latest.scatters, moved, _offsets_in(plan), strict=True)
         ]
         until_plan: list[PreparedFields | NativeCall] = [(latest.forwarding, packing), *gathers]
         until_plan += [*messages.calls, *arrival, planning]
@@ -271,7 +271,7 @@ class RepeatedInternodeCombine(Repeated):
         shape, traffic, size = plan.tables.shape, plan.traffic, self._row_bytes
         memory, rows, out, forwarding, scratch, event, num_values = range(1, 8)  # indices of values, after the ticket
         own, of_others = (
-            combine_fields(shape, memory, rows, run.offsets, is_weighted=request.is_weighted) for run in _runs_of(plan)
+            combine_fields(shape, memory, rows, run, is_weighted=request.is_weighted) for run in _offsets_in(plan)
         )
         # Behind this node's sums, those that other nodes return.
         own_bytes = self._num_tokens * self._hidden * accumulation_dtype(request.rows.dtype).itemsize

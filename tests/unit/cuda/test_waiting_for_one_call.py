@@ -111,8 +111,8 @@ class Shuffle:
         plan = Plan(self._streams)
         return Pending((), lambda _: DispatchOutput(plan, [self._add_one(x, stream) for x in request.payloads]))
 
-    def prepare_redispatch(self, request, _call, stream) -> Pending:
-        return Pending((), lambda _: [self._add_one(x, stream) for x in request.payloads])
+    def redispatch(self, request, _call, stream) -> list[torch.Tensor]:
+        return [self._add_one(x, stream) for x in request.payloads]
 
     def combine(self, request, _call, stream) -> torch.Tensor:
         return self._add_one(request.rows, stream)
