@@ -160,19 +160,17 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:
     """Return the records of a run, and the function that prints those of a workload."""
-    if run.device == "cpu":
-        from fusco.bench.results import summarize
-        from fusco.cli.cpu_tables import print_cpu_records
-
-        return summarize(run, ranks), print_cpu_records
     from fusco.bench.device_results import summarize_device, summarize_internode
-    from fusco.cli.device_tables import print_device_records, print_internode_records
+    from fusco.bench.results import summarize
+    from fusco.cli import shuffle_tables as tables
     from fusco.ranks.torchrun import launched
 
+    if run.device == "cpu":
+        return summarize(run, ranks), tables.print_cpu_records
     if not run.has_nodes:
-        return summarize_device(run, ranks), print_device_records
+        return summarize_device(run, ranks), tables.print_device_records
     emulation = "" if launched() else describe_emulation(run.topology, os.environ)
-    return summarize_internode(run, ranks, emulation), print_internode_records
+    return summarize_internode(run, ranks, emulation), tables.print_internode_records
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:

@@ -17,7 +17,7 @@ from fusco.bench.json_lines import write_json_lines
 from fusco.bench.links import DevicePeaks, InternodePeaks
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.traffic import Pattern, Trace
-from fusco.cli.device_tables import print_device_records, print_internode_records
+from fusco.cli.shuffle_tables import print_device_records, print_internode_records
 from fusco.core.profile import CallProfile
 
 # Two ranks, a node each: rank 0 sends two rows, rank 1 one row; expert 0 is rank 0's.
