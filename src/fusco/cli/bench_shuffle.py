@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ def _defaults(device: str, num_nodes: int) -> str:
 def shuffle(
     *,
     place: PlaceOptions,
-    traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    traffic: options.Patterns = ("trace",),  # type: ignore[assignment]  # typer makes a list of it
     workload: options.WorkloadOptions,
     batches: options.Batches = 1,
     balancer: Annotated[
@@ -94,7 +94,7 @@ def shuffle(
     from fusco.planner.balancer import DEFAULT_BALANCERS
 
     topology, device = place.topology(), place.device
-    patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
+    patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
@@ -177,7 +177,7 @@ def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], p
     from fusco.bench.environment import commit
 
     for i, workload in enumerate(run.workloads):
-        traffic = workload.pattern.value
+        traffic = workload.pattern
         target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
         about = {
             "what": f"one dispatch and combine of {recorded_variant(run.variants)}",

@@ -7,13 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from command_line import ROOT, run
 from rich.console import Console
 
 import fusco
-from fusco.bench.traffic import Pattern
+from fusco.bench.names import Pattern
 from fusco.cli import main
 from fusco.cli.tables import new_table
 from fusco.core.requirements import (
@@ -27,7 +28,7 @@ from fusco.core.requirements import (
 from fusco.planner.balancer import BALANCERS
 
 
-@pytest.mark.parametrize("traffic", [pattern.value for pattern in Pattern])
+@pytest.mark.parametrize("traffic", get_args(Pattern))
 def test_plan_explains_every_pattern(traffic, tmp_path):
     out = tmp_path / "plan.jsonl"
     done = run("plan", "--traffic", traffic, "--tokens", "64", "--json", str(out))
