@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 @with_groups
 def alltoall(
+    context: typer.Context,
     *,
     place: PlaceOptions,
     matrix: Annotated[
@@ -35,7 +36,9 @@ def alltoall(
             help="Sizes of messages; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
-    bytes_per_rank: Annotated[int, typer.Option(min=1, help="Mean bytes that a rank sends to others.")] = 16 << 20,
+    bytes_per_rank: Annotated[
+        int, typer.Option(min=1, max=1 << 50, help="Mean bytes that a rank sends to others.")
+    ] = 16 << 20,
     skew: options.Skew = 0.8,
     schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto",
     routing: options.RoutingOptions,
@@ -60,6 +63,7 @@ def alltoall(
 
     topology = place.topology()
     kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
+    options.check_skew(options.given_options(context), "--matrix", kinds)
     workload = None
     if "trace" in kinds:
         workload = _replay(routing, topology)

@@ -119,6 +119,12 @@ def given_options(context: typer.Context) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": context.params[name] for name in names_given}
 
 
+def check_skew(given: dict[str, Any], option: str, matrices: Sequence[str]) -> None:
+    """Raise ``ValueError`` if ``--skew`` is given, but none of the matrices of ``option`` has one."""
+    if "--skew" in given and "zipf" not in matrices:
+        raise ValueError(f"--skew {given['--skew']:g} goes with {option} zipf, not with {', '.join(matrices)}")
+
+
 def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:
     """Return names given with commas between them, repeatedly, or both; all allowed ones without the option.
 

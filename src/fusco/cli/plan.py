@@ -74,8 +74,8 @@ def _check(shuffle: str | None, given: dict[str, Any]) -> None:
                 raise ValueError(f"{option} {given[option]} goes with --shuffle, such as --shuffle zipf")
     elif of_dispatch := [option for option in given if option not in (*_OF_BOTH, *_OF_SHUFFLE)]:
         raise ValueError(f"--shuffle plans segments, without tokens and experts: leave out {', '.join(of_dispatch)}")
-    elif shuffle != "zipf" and "--skew" in given:
-        raise ValueError(f"--skew {given['--skew']:g} goes with --shuffle zipf, not with {shuffle}")
+    else:
+        options.check_skew(given, "--shuffle", [shuffle])
 
 
 def _print_shuffle(record: ShuffleRecord, console: Console) -> None:

@@ -43,7 +43,7 @@ def rails(
     ] = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Show which workers use which rails (NICs) of this host, and how fast.
+    """Show which workers use which rails (NICs) of this host, and how fast: live, or line by line without a terminal.
 
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
     """
@@ -58,15 +58,17 @@ def rails(
     try:
         reader.read()
         with ExitStack() as ending:
-            live = None if once else ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
+            live = None
+            if console.is_terminal and not once:
+                live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
             while True:
                 time.sleep(interval)
                 uses = reader.read()
                 write_json_lines(uses, json, appends=True)
-                if live is None:
-                    console.print(_table(uses, links=links))
+                shown = _table(uses, links=links)
+                console.print(shown) if live is None else live.update(shown, refresh=True)
+                if once:
                     return
-                live.update(_table(uses, links=links), refresh=True)
     finally:
         reader.close()
 

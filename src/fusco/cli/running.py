@@ -41,11 +41,11 @@ class Terminated(Interrupted):
 def new_console(json: Path | None = None) -> Console:
     """Return the console for tables: stdout, or stderr if JSON lines go to stdout.
 
-    It has the width of the terminal or of ``COLUMNS``; without either, that of the widest table.
+    It has the width of the terminal or of ``COLUMNS``; without either, or if that is 0, that of the widest table.
     """
     is_stderr = json == STDOUT
     console = Console(stderr=is_stderr)
-    if console.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+    if console.width and (console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
         return console
     return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
 

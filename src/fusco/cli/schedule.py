@@ -61,6 +61,7 @@ def schedule(
     given = options.given_options(context)
     if file and (of_made := [name for name in _OF_MADE if name in given]):
         raise ValueError(f"{', '.join(of_made)}: for a matrix that is made, not one that --file reads")
+    options.check_skew(given, "--matrix", [matrix])
     if file:
         name, node_bytes = str(file), load_matrix(file)
     else:

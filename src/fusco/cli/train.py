@@ -57,7 +57,11 @@ def train(
     timeout_s: options.Timeout = 60.0,
     record_trace: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Write the last step's routing here (npz or npy), for fusco bench --trace."),
+        typer.Option(
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
+        ),
     ] = None,
     json: options.JsonFile = None,
 ) -> None:

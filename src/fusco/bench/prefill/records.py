@@ -124,13 +124,13 @@ class Resumed(NamedTuple):
 def resume(job: PrefillJob, path: Path) -> Resumed:
     """Return the job without the cases that a file of records has.
 
-    A case counts if all its variants are there, of the same sizes and the same commit. All other records stay.
+    A case counts if all its variants are there, of the same sizes and the same commit. All other records stay. Raises
+    ``ValueError`` if the file has anything but records, except for an incomplete last line.
     """
     wanted = _comparable(json.loads(json.dumps(asdict(job))))
     kept: list[PrefillRecord] = []
     done: list[tuple[str, str]] = []
-    values = map(_loaded, path.read_text().splitlines() if path.exists() else [])
-    lines = [(each, _record_of(each)) for each in values if each is not None]
+    lines = [(each, _record_of(each)) for each in (_loaded(path) if path.exists() else [])]
     ours = [each for _, each in lines if each and _comparable(each.job) == wanted and each.commit == commit()]
     again: list[PrefillRecord] = []
     for routing, batch in product(job.routings, job.batches):
@@ -146,12 +146,21 @@ def resume(job: PrefillJob, path: Path) -> Resumed:
     return Resumed(replace(job, done=tuple(done)), kept, stay)
 
 
-def _loaded(line: str) -> dict[str, Any] | None:
-    """Return a line's values; ``None`` for a line that a killed run did not complete."""
-    try:
-        values: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
+def _loaded(path: Path) -> list[dict[str, Any]]:
+    """Return the values of each line, without a last one that a killed run did not complete."""
+    values: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            loaded = json.loads(line)
+        except ValueError:
+            if number == len(lines) and line.startswith("{"):
+                break
+            loaded = None
+        if not isinstance(loaded, dict):
+            what = f"line {number} is no record, but {line[:40]!r}"
+            raise ValueError(f"{path} cannot be resumed: {what}")  # noqa: TRY004  it is the file's
+        values.append(loaded)
     return values
 
 
@@ -160,7 +169,10 @@ def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
     names = {field.name for field in fields(PrefillRecord)}
     if values.get("kind") != "prefill" or set(values) != names:  # of another version
         return None
-    iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
+    try:
+        iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
+    except TypeError:
+        return None  # also of another version
     return PrefillRecord(**{**values, "iterations": iterations})
 
 
