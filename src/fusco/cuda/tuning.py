@@ -296,5 +296,5 @@ def channels_per_peer(num_remote_nodes: int) -> int | None:
 
 # How long a rank polls without pauses for records of peers and for its device: as long as hosts may be ahead of their
 # devices in training. With pauses a device may be idle for half a millisecond. From reading the code
-# (docs/performance/cuda.md, "The same on 2 GPUs"); not measured on GPUs.
+# (docs/performance/cuda.md, "On 2 GPUs"); not measured on GPUs.
 SPIN_S = 50e-3

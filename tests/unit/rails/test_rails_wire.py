@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fusco.rails.address import Address
-from fusco.rails.handshake import Handshake, Introduction, RefusedError
+from fusco.rails.handshake import EndpointInfo, Handshake, RefusedError
 from fusco.rails.wire import ACK, BYE, DATA, MAGIC, RECORD_BYTES, Record, WireError, is_newer, pack, unpack
 
 SECRET = bytes(range(32))
-CLIENT = Introduction(worker=3, num_rails=4, chunk_bytes=512, channel=b"c" * 16, rail=2, incarnation=7)
-SERVER = Introduction(worker=5, num_rails=2, chunk_bytes=1024)
+CLIENT = EndpointInfo(worker=3, num_rails=4, chunk_bytes=512, channel=b"c" * 16, rail=2, incarnation=7)
+SERVER = EndpointInfo(worker=5, num_rails=2, chunk_bytes=1024)
 
 
 def shake(client, server):
