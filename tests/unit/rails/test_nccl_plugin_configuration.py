@@ -39,7 +39,7 @@ from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
         ("FUSCO_NCCL_TIMEOUT_S", "soon", "FUSCO_NCCL_TIMEOUT_S: it is not a positive number of seconds.*=soon"),
         ("FUSCO_NCCL_TIMEOUT_S", "0", "it is not a positive number of seconds"),
         ("FUSCO_NCCL_THREADS", "9", "it is not a number of threads from 1 to 8"),
-        ("FUSCO_NCCL_POLICY", "fuselink-paper", "none of fuselink, spray, direct"),
+        ("FUSCO_NCCL_POLICY", "fuselink-paper", "not one of fuselink, spray, direct"),
         ("FUSCO_NCCL_LIMITS", "chunk_bytes=0", "a limit is not a positive number"),
         ("FUSCO_NCCL_LIMITS", "chunk_bytes=64k", "a limit is not a positive number"),
         ("FUSCO_NCCL_LIMITS", "stall_s=x", "a limit is not a positive number"),
