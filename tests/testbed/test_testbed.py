@@ -202,8 +202,9 @@ def namespaces_of_processes() -> set[int]:
 
 def test_closing_ends_the_processes():
     with Testbed(1, 1, RATE) as bed:
-        process = bed.spawn(0, ["sleep", "60"])
-        time.sleep(0.1)
+        process = bed.spawn(0, ["sh", "-c", "echo is there; exec sleep 60"], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == "is there\n"  # one that has not entered yet refuses to, with 127
+    process.stdout.close()
     assert process.returncode == -signal.SIGKILL
     with pytest.raises(TestbedError, match="closed"):
         bed.set_rate(0, 0, RATE)

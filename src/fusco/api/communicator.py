@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -29,7 +29,7 @@ from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.profile import Call
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
-from fusco.engine.base import CombineAllRequest, Pending
+from fusco.engine.base import Pending
 from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
 
@@ -215,7 +215,7 @@ class Communicator(Membership):
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
         """
-        out = self._sum(y, handle, weights, launch)
+        (out,) = self._sum("combine", [y], handle, weights, launch)
         if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
@@ -238,17 +238,9 @@ class Communicator(Membership):
             Sums (num_tokens, ...) of each.
         """
         if not self._engine.is_asynchronous:  # whose messages are numbered by the collective
-            return tuple(self._sum(_detached(y), handle, None, launch) for y in ys)
-
-        def prepare(request: CombineAllRequest[Any], call: Call) -> Pending[tuple[torch.Tensor, ...]]:
-            pending = [self._engine.prepare_combine(part, call) for part in request.parts]
-            return Pending((), lambda _: tuple(each.run(()) for each in pending))
-
-        return self._run(
-            "combine_all",
-            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
-            prepare,
-        )
+            return tuple(self._sum("combine", [_detached(y)], handle, None, launch)[0] for y in ys)
+        rows = list(map(_detached, ys if isinstance(ys, Iterable) else [ys]))  # the latter is rejected
+        return tuple(self._sum("combine_all", rows, handle, None, launch))
 
     @uncompiled
     def dispatch_weights(
@@ -403,17 +395,24 @@ class Communicator(Membership):
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
+        if (rows := self._repeats.dispatch_again(payloads, handle, launch)) is not None:
+            return rows
         validate = partial(self._validator.validate_redispatch, payloads, handle, launch)
         return self._run("dispatch_again", validate, self._engine.prepare_redispatch)
 
     def _sum(
-        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
-    ) -> torch.Tensor:
-        """``combine`` without gradients."""
-        if (out := self._repeats.combine(y, handle, weights, launch)) is not None:
-            return out
-        validate = partial(self._validator.validate_combine, y, handle, weights, launch)
-        return self._run("combine", validate, self._engine.prepare_combine)
+        self,
+        verb: str,
+        ys: Sequence[torch.Tensor],
+        handle: Handle,
+        weights: Literal["topk"] | None,
+        launch: Launch | None,
+    ) -> list[torch.Tensor]:
+        """``combine`` or ``combine_all`` without gradients."""
+        if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
+            return sums
+        validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)
+        return self._run(verb, validate, self._engine.prepare_combine)
 
     def _run(
         self, name: str, validate: Callable[[], RequestT], prepare: Callable[[RequestT, Call], Pending[_Result]]
@@ -425,14 +424,14 @@ class Communicator(Membership):
         mirrored = (launch or Launch()).on_callers_stream()
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],
-            lambda y, handle: self._sum(y, handle, "topk", mirrored),
+            lambda y, handle: self._sum("combine", [y], handle, "topk", mirrored)[0],
             lambda ys, handle: self.combine_all(ys, handle, launch=mirrored),
         )
 
 
 def _detached(rows: Any) -> Any:
     """Return a tensor without its graph; anything else as it is, for the verb to reject."""
-    return rows.detach() if isinstance(rows, torch.Tensor) else rows
+    return rows.detach() if isinstance(rows, torch.Tensor) and rows.requires_grad else rows
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

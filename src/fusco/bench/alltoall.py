@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
 import numpy as np
@@ -39,25 +39,26 @@ class ExchangeResult:
     profiles: list[CallProfile] = field(default_factory=list)
 
 
-def num_steps(num_matrices: int, num_iterations: int) -> int:
-    """Return how many steps ``run_rank`` reports."""
-    return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Values that a run and its record have; ``skew`` is 0 except for the Zipf matrix."""
+
+    matrix: str
+    skew: float
+    seed: int
+    bytes_per_rank: int
+    device: str
+    rank_gbs: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRun:
+class ExchangeRun(Exchange):
     """One matrix of a run, and its configuration; runs together differ in their matrices only."""
 
-    matrix: str
     rank_bytes: IntArray
     topology: Topology
-    bytes_per_rank: int
-    skew: float
-    seed: int
     mode: ScheduleMode | None
     settings: Settings
-    device: str = "cpu"
-    rank_gbs: float = 0.0
 
 
 def run_rank(
@@ -65,7 +66,7 @@ def run_rank(
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
-    advance = ProgressReporter(rank, progress_port).advance
+    advance = ProgressReporter(rank, progress_port, len(runs) * (1 + _NUM_WARM_UPS + num_iterations)).advance
     links, results = measure_links(group, topology, device), []
     with Communicator(
         group,
@@ -125,7 +126,7 @@ def _verify(variants: _Variants, rank: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord(Measurement):
+class ExchangeRecord(Exchange, Measurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -138,12 +139,8 @@ class ExchangeRecord(Measurement):
     or after they travel between nodes.
     """
 
-    matrix: str
-    skew: float
-    seed: int
     nodes: int
     ranks_per_node: int
-    bytes_per_rank: int
     verified: bool
     fusco_ms: float
     planning_ms: float
@@ -160,12 +157,10 @@ class ExchangeRecord(Measurement):
     intranode_bytes: int
     staged_bytes: int
     internode_peak_gbs: float
-    rank_gbs: float
     copy_peak_gbs: float
     num_iterations: int
     slice_bytes: int | None
     ring_depth: int
-    device: str
     errors: list[str]
 
 
@@ -184,12 +179,9 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         return _slowest_ms([[of(profile) for profile in rank.profiles] for rank in ranks])
 
     return ExchangeRecord(
-        matrix=run.matrix,
-        skew=run.skew if run.matrix == "zipf" else 0.0,
-        seed=run.seed,
+        **{field.name: getattr(run, field.name) for field in fields(Exchange)},
         nodes=run.topology.num_nodes,
         ranks_per_node=ranks_per_node,
-        bytes_per_rank=run.bytes_per_rank,
         verified=not errors,
         fusco_ms=_slowest_ms([rank.seconds["fusco"] for rank in ranks]),
         planning_ms=profile_ms(lambda profile: profile.planning_s),
@@ -206,12 +198,10 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
         staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
         internode_peak_gbs=round(peak_gbs, 3),
-        rank_gbs=run.rank_gbs,
         copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
         num_iterations=len(ranks[0].profiles),
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
-        device=run.device,
         hardware=hardware(run.device),
         errors=errors,
     )

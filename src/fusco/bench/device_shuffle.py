@@ -63,7 +63,9 @@ class DeviceResult:
 
 def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
-    progress = ProgressReporter(dist.get_rank(group), progress_port)
+    progress = ProgressReporter(
+        dist.get_rank(group), progress_port, num_steps=1 + len(run.workloads) * (len(run.variants) + 1)
+    )
     timer = RankTimer(group, "cuda")
     peaks, results = measure_device_links(group, run.topology, timer), []
     progress.advance()
@@ -72,11 +74,6 @@ def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: in
             measurement = _Measurement(group, run, workload, timer, progress)
             results.append(measurement.take(factory, DeviceResult(peaks)))
     return results
-
-
-def num_device_steps(run: ShuffleRun) -> int:
-    """Return how many steps ``run_device_rank`` reports."""
-    return 1 + len(run.workloads) * (len(run.variants) + 1)
 
 
 class _Measurement:

@@ -32,7 +32,7 @@ from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from fusco.cuda.repeated_calls import RepeatedDispatch, RepeatedOfPlan
 from fusco.cuda.repeated_internode import RepeatedInternodeCombine
 from fusco.cuda.stream_order import StreamOrder
 
@@ -49,7 +49,7 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     ),
     "records": ((Session, "repeat"), (Session, "agree")),
     "allocate": (
-        *((RepeatedDispatch, "outputs"), (RepeatedCombine, "output"), (RepeatedInternodeCombine, "output")),
+        *((RepeatedDispatch, "outputs"), (RepeatedOfPlan, "outputs"), (RepeatedInternodeCombine, "outputs")),
         *((PlanMemory, "take"), (ForwardingMemory, "take")),
     ),
     "launch again, wait for the plan": ((RepeatedLaunches, "launch"), (RepeatedLaunches, "wait")),

@@ -243,11 +243,9 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 def check_trace_path(path: Path) -> None:
-    """Raise ``ValueError`` for a path that is not one of a trace, or whose directory is missing."""
+    """Raise ``ValueError`` for a path that is not one of a trace."""
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"a trace is a file {' or '.join(_SUFFIXES)}, got {path}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no directory {path.absolute().parent} for the trace")
 
 
 def write_trace(path: Path, routing: npt.NDArray[np.integer[Any]]) -> None:

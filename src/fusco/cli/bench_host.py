@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
     from fusco.bench.host import HostRecord
@@ -36,8 +38,6 @@ def host(
     from a run of their own, and include the clocks that are read around each.
     """
     from fusco.bench.host import HostRun, measure_host, records_of
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.core.topology import Topology
 
     console, records = new_console(json), []
     on = "cuda" if device == "cuda" else "cpu"
@@ -59,7 +59,7 @@ def host(
         )
         check_room("rows (--tokens, --hidden)", 2 * tokens * hidden, num_ranks)
         topology = Topology.of_equal_nodes(num_ranks, num_ranks // nodes)
-        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, topology=topology)
+        measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
         console.print(_table(records))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.results import ShuffleRecord, gains_of
 from fusco.cli.tables import describe_origin, new_table, verified_cell
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from fusco.bench.results import ShuffleRecord
 
 # Name of a figure, its row with a column for each variant, its column with a row for each.
 _FIGURES = (
@@ -50,8 +45,6 @@ def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> Non
 
 
 def _gains(records: Sequence[ShuffleRecord]) -> Table:
-    from fusco.bench.results import gains_of
-
     first, num_batches = records[0], records[-1].batch + 1
     title = (
         f"{first.traffic} prefills, {num_batches} batches: {first.nodes} nodes x {first.ranks_per_node} ranks, at most "

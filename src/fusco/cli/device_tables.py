@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.device_results import DeviceRecord, InternodeRecord
+from fusco.bench.results import VariantRecord
+from fusco.bench.variants import VARIANTS
 from fusco.cli.tables import describe_origin, new_table, verified_cell
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from fusco.bench.device_results import DeviceRecord, InternodeRecord
-    from fusco.bench.results import VariantRecord
 
 
 def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
@@ -129,8 +125,6 @@ def _notes(records: Sequence[DeviceRecord]) -> list[str]:
 
 def _variant_notes(records: Sequence[VariantRecord]) -> list[str]:
     """Return notes on the measurement and the variants."""
-    from fusco.bench.variants import VARIANTS
-
     return [
         f"medians of {records[0].num_iterations}, the slowest rank's, after an all-reduce; planning and barriers "
         f"included; on the device, enqueued half a millisecond ahead",

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from itertools import pairwise
 from types import FrameType
 from typing import Annotated, Any
@@ -77,6 +78,9 @@ def _fusco(
 
 def run() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a failed check or run, 130 for Ctrl-C, 143 for SIGTERM."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a locale without the characters of charts
     try:
         with _interruptible():
             code = app(standalone_mode=False)  # errors are printed here

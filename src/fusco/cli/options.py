@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -11,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fusco.bench import names
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.prompts import Batch
     from fusco.bench.traffic import Workload
-    from fusco.core.topology import Topology
 
 
 Device = Literal["cpu", "cuda"]
@@ -118,6 +117,12 @@ def given_options(context: typer.Context) -> dict[str, Any]:
     sources = {name: context.get_parameter_source(name) for name in context.params}
     names_given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     return {f"--{name.replace('_', '-')}": context.params[name] for name in names_given}
+
+
+def check_skew(given: dict[str, Any], option: str, matrices: Sequence[str]) -> None:
+    """Raise ``ValueError`` if ``--skew`` is given, but none of the matrices of ``option`` has one."""
+    if "--skew" in given and "zipf" not in matrices:
+        raise ValueError(f"--skew {given['--skew']:g} goes with {option} zipf, not with {', '.join(matrices)}")
 
 
 def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: str) -> list[str]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.live import Live
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
-
-if TYPE_CHECKING:
-    from fusco.rails.usage import RailUse
+from fusco.core.errors import SharedMemoryError
+from fusco.rails.usage import RailUse, UsageReader
 
 
 def _check_board(path: Path | None) -> Path | None:
     """Refuse a file that is not a board: an empty one would be made a board, and removed at the end."""
     if path and not path.stat().st_size:
-        raise typer.BadParameter("it is empty, and no board of rails")
+        raise typer.BadParameter("it is empty, and not a board of rails")
     return path
 
 
@@ -43,14 +43,10 @@ def rails(
     ] = False,
     json: options.JsonFile = None,
 ) -> None:
-    """Show which workers use which rails (NICs) of this host, and how fast.
+    """Show which workers use which rails (NICs) of this host, and how fast: live, or line by line without a terminal.
 
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
     """
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.core.errors import SharedMemoryError
-    from fusco.rails.usage import UsageReader
-
     if links:
         from fusco.offload.links import links_board
 
@@ -62,15 +58,17 @@ def rails(
     try:
         reader.read()
         with ExitStack() as ending:
-            live = None if once else ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
+            live = None
+            if console.is_terminal and not once:
+                live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
             while True:
                 time.sleep(interval)
                 uses = reader.read()
                 write_json_lines(uses, json, appends=True)
-                if live is None:
-                    console.print(_table(uses, links=links))
+                shown = _table(uses, links=links)
+                console.print(shown) if live is None else live.update(shown, refresh=True)
+                if once:
                     return
-                live.update(_table(uses, links=links), refresh=True)
     finally:
         reader.close()
 

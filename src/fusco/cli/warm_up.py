@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
     from fusco.cuda.kernels.warm_up import KernelShape
 
 _ARCHITECTURE = re.compile(r"sm_\d+[a-z]?")
@@ -47,7 +46,6 @@ def warm_up(
     """
     import torch
 
-    from fusco.core.requirements import check_cuda_core
     from fusco.cuda.kernels.warm_up import KernelShape
 
     architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
@@ -68,8 +66,6 @@ def warm_up(
 
 def _check_supported(architectures: Sequence[str]) -> None:
     from cuda.bindings import nvrtc
-
-    from fusco.core.requirements import LEAST_CAPABILITY
 
     _, of_nvrtc = nvrtc.nvrtcGetSupportedArchs()
     numbers = [number for number in of_nvrtc if divmod(number, 10) >= LEAST_CAPABILITY]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusco.control.counters import Counters
+from fusco.control.transport import Ticket, Transport
 from fusco.core.errors import Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call, CallProfile
@@ -19,7 +20,6 @@ from fusco.cpu.kernels.gather_rows import gather_rows
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
-from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
 from fusco.planner.sending import SendingStage, in_proportion, order_of_slices
 

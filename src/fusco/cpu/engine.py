@@ -6,26 +6,27 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.control.counters import Counters
-from fusco.control.tcp_mesh import Mesh
+from fusco.control.tcp_transport import TcpTransport
+from fusco.control.transport import Mesh, Transport
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
-from fusco.core.profile import Call
+from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import ByteMemory, make_tasks
+from fusco.cpu.all_to_all import ByteMemory, Exchanges
 from fusco.cpu.attachments import Attachments
-from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -37,11 +38,9 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
-from fusco.cpu.rail_transport import RailMesh, RailTransport
+from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
-from fusco.cpu.tcp_transport import TcpTransport
-from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
@@ -92,6 +91,7 @@ class CpuEngine:
             # are free, except the last, for sums.
             num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
             self._send_slots = list(self._private[:num_slots])
+            self._exchanges = Exchanges(self._memory, self._transport, self._private)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._counterparts = Groups.of_same_local_rank(config.topology)
             # Other balancers are the caller's choice of who sends, and stages of when.
@@ -102,7 +102,7 @@ class CpuEngine:
     @property
     def mesh(self) -> Mesh | None:
         """Carries records over the rails; ``None`` without rails."""
-        return RailMesh(self._transport) if isinstance(self._transport, RailTransport) else None
+        return Mesh(self._transport) if isinstance(self._transport, RailTransport) else None
 
     @property
     def topology(self) -> Topology:
@@ -141,8 +141,9 @@ class CpuEngine:
         self._stage(request.payloads, call)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, None, call))
 
-    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
-        return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
+    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
+        (rows,) = request.rows
+        return Pending((), lambda _: [self._sum_rows(request.plan, rows, request.weights, call)])
 
     def _plan(
         self,
@@ -257,18 +258,19 @@ class CpuEngine:
                 rank_schedule = plan_shuffle(request, counts, self._topology, self._rank, slot_bytes, self._links)
             with call.profile.spend("wire"):
                 if rank_schedule is None:
-                    self._run(self._streams().tasks(request.send, request.receive))
+                    self._run(self._exchanges.of_segments(request.send, request.receive, call.profile))
                     return
                 ends = list(map(SegmentMemory, request.of_others(self._rank)))
-                tasks = self._schedule_tasks(rank_schedule, ends, call)
-                self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
+                own_send, own_receive = request.of_rank(self._rank)
+                own = self._exchanges.of_segments(own_send, own_receive, call.profile)
+                self._run([*self._schedule_tasks(rank_schedule, ends, call), *own])
 
         return Pending(request.counts(self._topology.world_size), run)
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
         memories = [*ends, *(self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)]
-        return make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
+        return self._exchanges.of_schedule(rank_schedule, memories, call.profile)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
@@ -281,7 +283,7 @@ class CpuEngine:
         return Pending(request.counts, run)
 
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
-        run_stream(self._streams(), name, send, receive, self._run)
+        run_stream(name, send, receive, partial(self._exchanges.of_segments, profile=CallProfile()), self._run)
 
     def _is_over(self) -> None:
         """Every call has ended when it returns, nothing is launched, and a rank at its end needs no peer."""
@@ -316,9 +318,6 @@ class CpuEngine:
     ) -> ReceiveRows:
         runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
         return ReceiveRows(self._memory, self._transport, call.sequence_number, runs, row_bytes, rows_per_slice)
-
-    def _streams(self) -> CpuSegmentChannels:
-        return CpuSegmentChannels(self._memory, self._transport, self._private)
 
 
 def warm_up(config: EngineConfig) -> None:

@@ -48,14 +48,6 @@ class _InFlight:
     let_go: Callable[[], object] | None = None  # called once it is done, in the watchdog's thread
 
 
-def _not_yet() -> bool:
-    return False
-
-
-def _at_once() -> bool:
-    return True
-
-
 class SpareEvents:
     """Events for compiled code to record, used again once they have been reached."""
 
@@ -117,7 +109,7 @@ class Network:
         stream = stream or self.stream
         is_captured = torch.cuda.is_current_stream_capturing()
         stall = _stall_of(sends, receives, what)
-        launching = self.nccl_watchdog.watch(_not_yet, stall)
+        launching = self.nccl_watchdog.watch(lambda: False, stall)
         if is_captured:
             self._replays.begin(stream, stall.on_ranks)
         try:
@@ -125,7 +117,7 @@ class Network:
         except TransportError as error:
             self._watchdog.query_all_ranks(stall, str(error))
             raise  # all ranks are alive
-        launching.is_done = _at_once
+        launching.is_done = lambda: True
         if is_captured:
             self._replays.end(stream)
             self.nccl_watchdog.watch_replays(self._replays)
@@ -155,7 +147,7 @@ class Network:
         let_go: Callable[[], object] | None = None,
     ) -> int:
         """Launch messages by a call, and return its result; ``is_done`` says whether they are complete, afterwards."""
-        launching = self.nccl_watchdog.watch(_not_yet, stall, let_go)
+        launching = self.nccl_watchdog.watch(lambda: False, stall, let_go)
         try:
             outcome = self._nccl.launch(call)
         except TransportError as error:

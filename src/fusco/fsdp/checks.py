@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusco.api.collective import REFUSALS
-
 _Checked = TypeVar("_Checked")
 
 
@@ -23,7 +21,7 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
     error: Exception | None = None
     try:
         checked = check()
-    except REFUSALS as refusal:
+    except Exception as refusal:  # noqa: BLE001  raised again, once all ranks know
         error = refusal
     rejecting = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
     dist.all_reduce(rejecting, dist.ReduceOp.MAX)

@@ -25,7 +25,7 @@ class Launched:
     def from_environment(cls, environment: Mapping[str, str]) -> Launched | None:
         """Read torchrun's variables; ``None`` if no launcher started this process.
 
-        Raises ``ValueError`` if some of the variables are missing, or are not numbers.
+        Raises ``ValueError`` if some of the variables are missing, or are not numbers of ranks.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [environment.get(name) for name in names]
@@ -35,7 +35,10 @@ class Launched:
         numbers = [int(value) for value in values if value is not None and value.isdecimal()]
         if len(numbers) < len(names):
             raise ValueError(f"a launched rank needs {', '.join(names)} (torchrun sets them), got {listing}")
-        return cls(*numbers)
+        found = cls(*numbers)
+        if not (found.local_rank < found.local_world_size <= found.world_size and found.rank < found.world_size):
+            raise ValueError(f"a launched rank must be one of its job's, and of its machine's, got {listing}")
+        return found
 
 
 def launched() -> Launched | None:

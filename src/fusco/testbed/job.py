@@ -36,11 +36,20 @@ def rank_environment(testbed: Testbed, host: int, local_rank: int) -> dict[str, 
     }
 
 
+def exit_code(returncode: int) -> int:
+    """Return the exit code of a process for a shell: 128 and the number of the signal that has ended it.
+
+    >>> exit_code(3), exit_code(-9)
+    (3, 137)
+    """
+    return returncode if returncode >= 0 else 128 - returncode
+
+
 def run_job(testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command on every rank of a testbed and return 0, or the exit code of the first that fails.
 
     ``environment`` is by default that of this process; what torchrun would set is added to it. Once one has failed, the
-    others have 30 seconds to end.
+    others have 30 seconds to end. The exit code of a process that a signal has ended is that of a shell.
     """
     layout, inherited = testbed.layout, os.environ if environment is None else environment
     running = [
@@ -53,7 +62,7 @@ def run_job(testbed: Testbed, command: Sequence[str], environment: Mapping[str, 
         time.sleep(_POLL_S)
         ended = [process for process in running if process.poll() is not None]
         running = [process for process in running if process not in ended]
-        codes = [process.returncode for process in ended if process.returncode]
+        codes = [exit_code(process.returncode) for process in ended if process.returncode]
         if codes and not failed:
             failed, deadline = codes[0], time.monotonic() + _GRACE_S
     for process in running:

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from workloads import workload
 
-from fusco import ExpertPlacement, Settings, Topology
+from fusco import Settings
 from fusco.bench.shuffle_factory import ShuffleFactory
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Pattern, Workload, WorldInput
+from fusco.bench.traffic import Pattern, WorldInput
 from fusco.bench.verification import verify
 from fusco.integrations import deep_ep_buffer, elastic_buffer
 
@@ -200,17 +201,6 @@ class ElasticBuffer:
         return add_up(self.group, x, handle.origins, handle.num_tokens), None, None
 
 
-def workload_of(pattern: Pattern) -> Workload:
-    return Workload(
-        pattern=pattern,
-        topology=Topology.of_equal_nodes(NUM_RANKS, NUM_RANKS),
-        placement=ExpertPlacement.contiguous(NUM_EXPERTS, NUM_RANKS),
-        tokens=19,
-        hidden=24,
-        num_topk=3,
-    )
-
-
 @pytest.fixture
 def deep_ep(monkeypatch) -> ModuleType:
     module = ModuleType("deep_ep")
@@ -221,15 +211,13 @@ def deep_ep(monkeypatch) -> ModuleType:
 
 def errors_of(variant: str, pattern: Pattern) -> list[str]:
     """What a variant gets wrong on any rank."""
-    workload = workload_of(pattern)
-    run = ShuffleRun(
-        workloads=(workload,), variants=(variant,), settings=Settings(), balancer="static", num_iterations=1
-    )
-    ranks, world = Ranks(), WorldInput.of(workload)
+    load = workload(pattern, 1, NUM_RANKS, NUM_EXPERTS, tokens=19, hidden=24, num_topk=3)
+    run = ShuffleRun(workloads=(load,), variants=(variant,), settings=Settings(), balancer="static", num_iterations=1)
+    ranks, world = Ranks(), WorldInput.of(load)
 
     def on_rank(rank: int) -> list[str]:
         with ShuffleFactory(Group(rank, ranks), run) as factory:
-            return verify(factory.make(variant, workload, world), workload, world, rank)
+            return verify(factory.make(variant, load, world), load, world, rank)
 
     with ThreadPoolExecutor(NUM_RANKS) as threads:
         return list(chain.from_iterable(threads.map(on_rank, range(NUM_RANKS))))

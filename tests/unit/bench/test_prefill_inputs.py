@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from dataclasses import asdict, fields, replace
 from importlib import resources
@@ -181,7 +182,7 @@ def iteration_of(ms, **more):
 
 
 def record_of(*deviations):
-    case = Case(batch="skewed", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
+    case = Case(batch="skewed: 64, 8", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
     sections = {"dispatch": 1.0, "combine": 2.0, "prefill": 12.0}
     iterations = [[iteration_of(ms), iteration_of(9.0)] for ms in (10.0, 12.0, 20.0)]
     measured = Measured(iterations=iterations, section_ms=sections, deviations=deviations)
@@ -294,6 +295,17 @@ def test_a_resumed_job_runs_the_cases_that_are_missing(tmp_path):
     assert [each.variant for each in kept] == ["fusco", "torch"]
     assert kept[0] == replace(record, **{name: getattr(kept[0], name) for name in ("lengths", "job")})
     assert resumed.cases == [("random", "1"), ("trace", "skewed"), ("trace", "1")]
+
+
+def test_only_files_of_records_are_resumed(tmp_path):
+    path = tmp_path / "notes"
+    for content, line in (("[1, 2]\n", 1), ("{}\nnotes\n{}\n", 2), ("notes", 1), ("\udcff", 1)):
+        path.write_bytes(content.encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=f"notes cannot be resumed: line {line} is no record"):
+            resume(JOB, path)
+    of_another_version = asdict(record_of(Deviation(), Deviation())) | {"iterations": [[{"seconds": 1.0}]]}
+    path.write_text(json.dumps(of_another_version))
+    assert resume(JOB, path).lines == [json.dumps(of_another_version)]
 
 
 def test_resuming_needs_a_file():

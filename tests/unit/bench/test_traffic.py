@@ -1,21 +1,17 @@
 """The benchmark's routing: what each pattern promises, and traces in every form."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+import workloads
 
 from fusco.bench.prompts import Batch, draw_batches, prompts_of_ranks
-from fusco.bench.traffic import Pattern, Trace, Workload, internode_rows_lower_bound
+from fusco.bench.traffic import Pattern, Trace, internode_rows_lower_bound
 from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
 
-
-def workload(pattern, nodes=2, per_node=2, tokens=200, **more):
-    topology = Topology.of_equal_nodes(nodes * per_node, per_node)
-    placement = ExpertPlacement.contiguous(64, topology.world_size)
-    return Workload(
-        pattern=pattern, topology=topology, placement=placement, tokens=tokens, hidden=16, num_topk=8, **more
-    )
+workload = partial(workloads.workload, num_experts=64, hidden=16, num_topk=8, tokens=200)
 
 
 def nodes_of(load, rank):
@@ -61,14 +57,7 @@ def test_imbalanced_traffic_is_bimodal():
 )
 def test_nodes_must_have_a_tokens_experts(pattern, expert_to_rank, message):
     with pytest.raises(ValueError, match=message):
-        Workload(
-            pattern=pattern,
-            topology=Topology((0, 1)),
-            placement=ExpertPlacement.explicit(expert_to_rank, 2),
-            tokens=4,
-            hidden=1,
-            num_topk=4,
-        )
+        workload(pattern, 2, 1, placement=ExpertPlacement.explicit(expert_to_rank, 2), num_topk=4)
 
 
 def test_lower_bound_by_hand():

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 from command_line import ROOT, run
@@ -25,6 +26,7 @@ from fusco.core.requirements import (
     is_recent,
 )
 from fusco.planner.balancer import BALANCERS
+from fusco.rails.board import Board
 
 
 @pytest.mark.parametrize("traffic", [pattern.value for pattern in Pattern])
@@ -164,6 +166,12 @@ def test_plan_refuses_what_no_memory_holds(arguments):
             ["plan", "--shuffle", "zipf", "--tokens", "1024"],
             "error: --shuffle plans segments, without tokens and experts: leave out --tokens",
         ),
+        (
+            ["schedule", "--matrix", "uniform", "--skew", "0.5"],
+            "error: --skew 0.5 goes with --matrix zipf, not with uniform",
+        ),
+        (["bench", "alltoall", "--matrix", "random,uniform", "--skew", "0.5"], "error: --skew 0.5 goes with --matrix"),
+        (["bench", "alltoall", "--bytes-per-rank", "9" * 30], f"error: --bytes-per-rank {'9' * 30}: "),
         (["bench", "host", "--ranks", "1", "--ranks", "0"], "error: --ranks 1, 0: "),
         (["plan", "--json", "/nowhere/a"], "error: --json /nowhere/a: there is no directory /nowhere"),
         (["bench", "alltoall", "--device", "tpu"], "error: --device tpu: 'tpu' is not one of 'cpu', 'cuda'"),
@@ -241,6 +249,7 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
         ["bench", "alltoall", "--json"],
         ["bench", "schedule", "--json"],
         ["bench", "balancers", "--json"],
+        ["train", "--record-trace"],
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(arguments, tmp_path):
@@ -254,7 +263,7 @@ def test_what_cannot_be_written_after_all_has_been_shown(monkeypatch, tmp_path):
     def is_full(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr("fusco.bench.json_lines.write_json_lines", is_full)
+    monkeypatch.setattr("fusco.cli.plan.write_json_lines", is_full)
     done = run("plan", "--tokens", "64", "--json", str(tmp_path / "plan.jsonl"))
     assert "no space left" in str(done.exception)
     assert "duplicates avoided" in done.output
@@ -373,15 +382,60 @@ def test_balancers_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "text"])
-def test_rails_leaves_a_file_that_is_no_board(content, tmp_path, monkeypatch, capsys):
+def test_rails_leaves_a_file_that_is_not_a_board(content, tmp_path, monkeypatch, capsys):
     path = tmp_path / "board"
     path.write_text(content)
     monkeypatch.setattr(sys, "argv", ["fusco", "rails", "--once", "--board", str(path)])
     with pytest.raises(SystemExit) as exited:
         main.run()
     assert exited.value.code == 2
-    assert re.search(r"no board of rails", capsys.readouterr().err)
+    assert re.search(r"not a board of rails", capsys.readouterr().err)
     assert path.read_text() == content
+
+
+def test_rails_without_a_terminal_prints_every_look(monkeypatch, tmp_path):
+    looks = []
+
+    def sleep(seconds):
+        if len(looks) == 2:
+            raise OSError("seen enough")
+        looks.append(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with closing(Board(tmp_path / "board")):
+        output = run("rails", "--board", str(tmp_path / "board")).output
+    assert output.count("no worker is registered") == 2
+
+
+def test_a_chart_needs_no_unicode(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "argv", ["fusco", "schedule", "--matrix", "zipf"])
+    monkeypatch.setattr(sys, "stdout", shown)
+    with pytest.raises(SystemExit) as exited:
+        main.run()
+    assert not exited.value.code
+    assert re.search(rb"^0  .*111\?+", shown.buffer.getvalue(), re.MULTILINE)
+
+
+def test_no_columns_are_none_given(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "lower bound" in run("schedule").output
+
+
+def test_an_interrupted_import_is_no_traceback():
+    script = """
+import builtins, sys
+load = builtins.__import__
+def interrupted(name, *rest):
+    if name == "typer":
+        raise KeyboardInterrupt
+    return load(name, *rest)
+builtins.__import__ = interrupted
+from fusco.__main__ import run
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_narrow_tables_leave_out_nothing():

@@ -49,7 +49,6 @@ def scenes(draw):
         alignment=draw(st.sampled_from([1, 4])),
         is_static=draw(st.booleans()),
         is_weighted=draw(st.booleans()),
-        is_in_place=draw(st.booleans()),
         id_layout=draw(st.sampled_from(sorted(ID_LAYOUTS))),
     )
 

@@ -26,6 +26,12 @@ def test_variables_of_a_launcher():
         Launched.from_environment({**torchrun, "LOCAL_WORLD_SIZE": "4", "RANK": "five"})
 
 
+@pytest.mark.parametrize("numbers", [(0, 0, 0, 0), (8, 8, 0, 1), (1, 2, 1, 1), (1, 2, 1, 4)])
+def test_a_rank_is_one_of_its_job_and_of_its_machine(numbers):
+    with pytest.raises(ValueError, match=f"must be one of its job's.*got RANK={numbers[0]}, WORLD_SIZE={numbers[1]}"):
+        Launched.from_environment(dict(zip(VARIABLES, map(str, numbers), strict=True)))
+
+
 def test_without_a_launcher_joining_is_an_error(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)

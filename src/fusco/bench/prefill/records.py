@@ -24,7 +24,7 @@ from fusco.bench.prompts import describe_prompts, prompt_lengths
 class Case:
     """A batch and a routing."""
 
-    batch: str  # its name
+    batch: str  # a description
     routing: str  # its name
     lengths: list[tuple[int, ...]]  # of every rank's prompts
     imbalance: float  # rows of the busiest rank over those of the mean rank, mean over layers
@@ -42,15 +42,11 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillRecord(Measurement):
+class PrefillRecord(Case, Measurement):
     """One variant in one case."""
 
     kind: str = "prefill"
     variant: str  # its name
-    routing: str  # its name
-    batch: str  # a description
-    lengths: list[tuple[int, ...]]  # of every rank's prompts
-    imbalance: float  # see ``Case``
     ttft_ms: float  # median time from a barrier until the host has the first token of every prompt, the slowest rank's
     p99_ms: float  # its 99th percentile
     slowest_ms: float  # its maximum
@@ -93,11 +89,8 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         for failure in deviation.failures(job.dtype)
     ]
     return PrefillRecord(
+        **vars(case),
         variant=variant,
-        routing=case.routing,
-        batch=describe_prompts(case.batch, case.lengths),
-        lengths=case.lengths,
-        imbalance=round(case.imbalance, 3),
         ttft_ms=round(typical_ms, 3),
         p99_ms=round(float(np.percentile(times, 99)), 3) if times else 0.0,
         slowest_ms=max(times, default=0.0),
@@ -131,13 +124,13 @@ class Resumed(NamedTuple):
 def resume(job: PrefillJob, path: Path) -> Resumed:
     """Return the job without the cases that a file of records has.
 
-    A case counts if all its variants are there, of the same sizes and the same commit. All other records stay.
+    A case counts if all its variants are there, of the same sizes and the same commit. All other records stay. Raises
+    ``ValueError`` if the file has anything but records, except for an incomplete last line.
     """
     wanted = _comparable(json.loads(json.dumps(asdict(job))))
     kept: list[PrefillRecord] = []
     done: list[tuple[str, str]] = []
-    values = map(_loaded, path.read_text().splitlines() if path.exists() else [])
-    lines = [(each, _record_of(each)) for each in values if each is not None]
+    lines = [(each, _record_of(each)) for each in (_loaded(path) if path.exists() else [])]
     ours = [each for _, each in lines if each and _comparable(each.job) == wanted and each.commit == commit()]
     again: list[PrefillRecord] = []
     for routing, batch in product(job.routings, job.batches):
@@ -153,12 +146,21 @@ def resume(job: PrefillJob, path: Path) -> Resumed:
     return Resumed(replace(job, done=tuple(done)), kept, stay)
 
 
-def _loaded(line: str) -> dict[str, Any] | None:
-    """Return a line's values; ``None`` for a line that a killed run did not complete."""
-    try:
-        values: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
+def _loaded(path: Path) -> list[dict[str, Any]]:
+    """Return the values of each line, without a last one that a killed run did not complete."""
+    values: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            loaded = json.loads(line)
+        except ValueError:
+            if number == len(lines) and line.startswith("{"):
+                break
+            loaded = None
+        if not isinstance(loaded, dict):
+            what = f"line {number} is no record, but {line[:40]!r}"
+            raise ValueError(f"{path} cannot be resumed: {what}")  # noqa: TRY004  it is the file's
+        values.append(loaded)
     return values
 
 
@@ -167,7 +169,10 @@ def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
     names = {field.name for field in fields(PrefillRecord)}
     if values.get("kind") != "prefill" or set(values) != names:  # of another version
         return None
-    iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
+    try:
+        iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
+    except TypeError:
+        return None  # also of another version
     return PrefillRecord(**{**values, "iterations": iterations})
 
 

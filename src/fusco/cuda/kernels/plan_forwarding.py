@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
 
 from fusco.control.flags import Flags
-from fusco.cuda.kernels.abi import I32, POINTER, U64, address
+from fusco.cuda.kernels.abi import I32, POINTER, U64, address, struct
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
@@ -20,17 +19,14 @@ _ID_BYTES = 4  # of ids in messages
 _ALIGNMENT = 16
 
 
-class ForwardingArgs(ctypes.Structure):
-    """``ForwardingArgs`` of plan_forwarding.cu."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("topk_idx", "topk_weights", "expert_to_node")),
-        *((name, POINTER) for name in ("node_to_tokens", "token_to_place", "messages", "summary")),
-        ("message_bytes", U64),
-        *((name, I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
-        *((name, I32) for name in ("max_rows", "is_fixed", "is_overflow_reported", "sends_invalid_ids")),
-        ("ticket", U64),
-    ]
+# ``ForwardingArgs`` of plan_forwarding.cu.
+ForwardingArgs = struct(
+    "ForwardingArgs",
+    (POINTER, "topk_idx topk_weights expert_to_node node_to_tokens token_to_place messages summary"),
+    (U64, "message_bytes"),
+    (I32, "num_tokens num_experts num_nodes own_node max_rows is_fixed is_overflow_reported sends_invalid_ids"),
+    (U64, "ticket"),
+)
 
 
 class ForwardingSummary:

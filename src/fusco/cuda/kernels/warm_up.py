@@ -75,9 +75,9 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     payload = Payload(address=0, row_bytes=rows.nbytes)
     _plan(launcher, planned, weights)
     terms = ScatterTerms(clears_padding=False, num_sms=None)
-    scatter_rows(launcher, planned, planned, [payload], [0] * shape.num_ranks, terms)
+    scatter_rows(launcher, planned, planned.all_rows, [payload], [0] * shape.num_ranks, terms)
     for is_weighted in (True, False):  # of combine, and of dispatch's backward
-        combine_rows(launcher, planned, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
+        combine_rows(launcher, planned.all_rows, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
     return list(library.names)
 

@@ -81,7 +81,7 @@ static const char *parse_rail(struct host *host, char *text) {
   if (!parse_number(speed, 0, INT64_MAX, &number)) return "the bit/s of a rail are not a number, which is 0 if unknown";
   rail->bits_per_s = (uint64_t)number;
   for (char *owner = owners ? strtok_r(owners, "+", &rest_of_owners) : NULL; owner; owner = strtok_r(NULL, "+", &rest_of_owners)) {
-    if (!parse_number(owner, 0, INT32_MAX, &number)) return "an owner of a rail is no number of a worker";
+    if (!parse_number(owner, 0, INT32_MAX, &number)) return "an owner of a rail is not the number of a worker";
     if (number == host->worker) host->direct |= 1u << host->num_rails;
   }
   host->num_rails++;
