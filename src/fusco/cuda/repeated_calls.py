@@ -310,9 +310,9 @@ class RepeatedOfPlan(Repeated):
         request: RedispatchRequest[Any] | CombineRequest[Any],
         launched: Sequence[PreparedLaunch],
     ) -> None:
-        """Keep what later calls have in common with the launched one, for which ranks publish no counts."""
+        """Keep what later calls have in common with the launched one."""
         assert request.known is not None
-        record = calls.record(request.known.fingerprint, [()] * (len(request.plan.first_row) - 1))
+        record = calls.record(request.known.fingerprint, [()] * calls.context.topology.world_size)
         super().__init__(calls, request.launch, record, max(each.grid for each in launched))
         self._of_plan = of_plan(request.plan)
         self._num_rows: int | None = None  # of an output; ``None`` for the slots of the plan

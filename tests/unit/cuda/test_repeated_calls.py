@@ -313,7 +313,7 @@ def test_unused_rows_of_repeated_calls_are_filled_if_pytorch_is_deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "dispatch_again", "combine_all"])
 def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
     allocate, short = allocator_of(torch.device("cpu")), threading.local()
 
@@ -324,13 +324,17 @@ def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
         return allocate(*shape)
 
     def program(comm, _other, _library):
-        def call():
-            return comm.dispatch(x, ids, weights).rows if verb == "dispatch" else comm.combine(rows, sent.handle)
-
         for step in range(4):
             sent, _ = pair(comm, step)
         (x, ids, weights), rows = inputs(comm.rank, 4), sent.rows * 2
-        expected = call()
+        call = {
+            "dispatch": lambda: comm.dispatch(x, ids, weights).rows,
+            "combine": lambda: comm.combine(rows, sent.handle),
+            "dispatch_again": lambda: comm.dispatch_again(x, sent.handle)[0],
+            "combine_all": lambda: comm.combine_all([rows], sent.handle)[0],
+        }[verb]
+        for _ in range(4):
+            expected = call()
         short.times = 1 - comm.rank
         assert torch.equal(call(), expected)
         assert short.times == 0
@@ -519,22 +523,3 @@ def test_unused_rows_along_a_static_handle_are_filled_if_pytorch_is_deterministi
         assert all(Node().run(program).values())
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_rank_that_does_not_repeat_a_call_along_a_handle_agrees_with_those_that_do(repeats, repeats_along_plans):
-    def program(comm, other, _library):
-        x, *handles = inputs(comm.rank, 0)[0], handles_of(comm)[0], handles_of(other)[0]
-        for step in range(6):
-            place = int(step > 3 and comm.rank == 1)  # where kernels need a copy
-            moved = torch.empty(x.numel() + 1)[place : x.numel() + place].view(x.shape).copy_(x)
-            rows = [each.dispatch_again(moved, handle)[0] for each, handle in zip((comm, other), handles, strict=True)]
-            assert torch.equal(*rows), step
-            memory = torch.empty(rows[0].numel() + 1)[place : rows[0].numel() + place].view(rows[0].shape)
-            sums = [
-                each.combine_all([memory.copy_(rows[0])], handle)[0]
-                for each, handle in zip((comm, other), handles, strict=True)
-            ]
-            assert torch.equal(*sums), step
-
-    Node().run(program)
-    assert (repeats_along_plans(), repeats()[1]) == (3 + 1, 3 + 1)
