@@ -23,7 +23,7 @@ MAX_BYTES = max(_CLIENT.size, _SERVER.size) + _TAG_BYTES  # of a handshake messa
 
 
 class RefusedError(Exception):
-    """The other end does not know the secret, or is no endpoint of this version."""
+    """The other end does not know the secret, or is not an endpoint of this version."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Handshake:
         """Take the next message and return the answer, which may be empty; ``RefusedError`` if it is not a peer's."""
         assert len(message) == self.num_expected, (len(message), self.num_expected)
         if not message.startswith(_MAGIC):
-            raise RefusedError("the other end is no endpoint of fusco.rails of this version")
+            raise RefusedError("the other end is not an endpoint of fusco.rails of this version")
         if self._is_server:
             return self._answer_client(message)
         if not self._peer_nonce:

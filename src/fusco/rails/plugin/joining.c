@@ -91,7 +91,7 @@ static int read_message(struct joining *joining, const char **why) {
   }
   joining->num_bytes = 0;
   if (!memcmp(joining->message, MAGIC, sizeof MAGIC)) return 1;
-  *why = "the other end is no endpoint of fusco.rails of this version";
+  *why = "the other end is not an endpoint of fusco.rails of this version";
   return -1;
 }
 
