@@ -1,4 +1,4 @@
-"""Functions on ranks: adapters of vLLM, SGLang and VeOmni, between the calls that these make, against dense experts."""
+"""Functions on ranks: adapters of vLLM, SGLang, VeOmni and torchtitan, between their calls, against dense experts."""
 
 # ruff: noqa: PLC0415  adapters import what ``frozen`` installs
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from frozen_frameworks import (
     frozen,
 )
 
+from fusco import MismatchError
 from fusco.integrations import plugins
 
 NUM_LOCAL, NUM_TOPK, HIDDEN = 3, 2, 64
@@ -218,6 +220,40 @@ def veomni_layer(group: dist.ProcessGroup) -> list[float]:
         with pytest.raises(ValueError, match="quack"):
             moe.apply_veomni_fused_moe_patch("quack")
     return errors
+
+
+def torchtitan_layers(group: dist.ProcessGroup) -> tuple[list[float], int, list[str]]:
+    """Return errors of two layers' outputs, the number of communicators, and errors where rank 1 swaps the layers."""
+    rank, num_experts = group.rank(), group.size() * NUM_LOCAL
+    with frozen(group):
+        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+        from fusco.integrations.torchtitan import FuscoTokenDispatcher, dispatcher
+
+        config = AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=NUM_TOPK)
+        layers = [FuscoTokenDispatcher(dispatcher(config, max_tokens_per_rank=64)) for _ in range(2)]
+        for layer in layers:
+            layer.wire_meshes(ep_mesh=SimpleNamespace(get_group=lambda: group))
+        x, ids, weights = layer_input(rank, num_experts, 9 + rank)
+        expected = dense(x, ids, weights)
+
+        def run(layer: Any, width: int) -> float:
+            rows, counts, metadata = layer.dispatch(x[:, :width].contiguous(), weights, ids, torch.empty(0))
+            blocks = rows.split(counts.tolist())
+            y = torch.cat([expert(block, rank * NUM_LOCAL + i) for i, block in enumerate(blocks)])
+            return float((layer.combine(y, metadata, x) - expected[:, :width]).abs().max())
+
+        errors = [run(layers[0], HIDDEN), run(layers[1], HIDDEN), run(layers[1], HIDDEN // 2)]
+        (shared,) = {each._dispatcher for each in layers}
+        texts = []
+        for widths in ((HIDDEN, HIDDEN // 2), (HIDDEN // 2, HIDDEN)):
+            with pytest.raises(MismatchError) as raised:
+                run(layers[0], widths[rank])
+            texts.append(str(raised.value))
+        errors.append(run(layers[0], HIDDEN))
+        num_communicators = len(shared._communicators)
+        shared.close()
+    return errors, num_communicators, texts
 
 
 def dense_swiglu(

@@ -1,4 +1,4 @@
-"""Parts of vLLM 0.33.0, SGLang 0.5.23 and VeOmni 0.1.12 that adapters use, for machines without them.
+"""Parts of vLLM 0.33.0, SGLang 0.5.23, VeOmni 0.1.12 and torchtitan 0.3.0 that adapters use, where these are missing.
 
 Names, signatures and registries are facts of those versions. What runs here does what the frameworks do between the
 calls of an adapter.
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -227,6 +228,38 @@ def apply_veomni_fused_moe_patch(fused_moe_kernel: str = "triton") -> None:
     raise ValueError(f"Invalid fused_moe_kernel: {fused_moe_kernel!r}")
 
 
+class EPDispatcher:
+    """torchtitan's base of dispatchers, which layers make from a configuration."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        num_experts: int
+        top_k: int
+
+    def __init__(self, config: Config) -> None:
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.ep_mesh: Any = None
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        self.ep_mesh = ep_mesh
+        self.init_buffer()
+
+    def init_buffer(self) -> None: ...
+
+
+class SelectiveAC:
+    @dataclass(kw_only=True, slots=True)
+    class Config: ...
+
+
+def override(*, target: type, exact: bool, description: str) -> Any:
+    return lambda factory: factory
+
+
+def derive(source: Any, target_cls: type, **deltas: Any) -> Any:
+    return target_cls(num_experts=source.num_experts, top_k=source.top_k, **deltas)
+
+
 def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, Any]]:
     veomni_state = SimpleNamespace(ep_group=group)
     parallel = SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
@@ -260,6 +293,12 @@ def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, 
             "HardwareRequirement": lambda device_type: device_type,
         },
         "veomni.ops.kernels.moe": {"apply_veomni_fused_moe_patch": apply_veomni_fused_moe_patch},
+        "torchtitan.config.override": {"derive": derive, "override": override},
+        "torchtitan.distributed.activation_checkpoint": {"SelectiveAC": SelectiveAC},
+        "torchtitan.models.common.token_dispatcher": {
+            "AllToAllTokenDispatcher": EPDispatcher,
+            "BaseEPTokenDispatcher": EPDispatcher,
+        },
     }
 
 
@@ -284,6 +323,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
 
 
 def _forget_adapters() -> None:
-    for name in ("vllm", "sglang", "veomni"):
+    for name in ("vllm", "sglang", "veomni", "torchtitan"):
         sys.modules.pop(f"fusco.integrations.{name}", None)
         vars(fusco.integrations).pop(name, None)

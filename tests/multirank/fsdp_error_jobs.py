@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +59,12 @@ def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
     otherwise = make_model("qwen3")
     otherwise.model.layers[1].mlp.experts._apply_gate = lambda hidden: hidden.chunk(2, dim=-1)[0]
     otherwise.model.layers[1].mlp.experts.forward = make_model("qwen3").model.layers[1].mlp.experts.forward
+    without_group: Any = SimpleNamespace()  # an AttributeError, on one rank only
+    mixed = make_model("qwen3")
+    mixed.model.layers[1].mlp.gate.double()
     mistakes = {
+        "no dispatcher on rank 1": (make_model("qwen3"), without_group if rank == 1 else dispatcher),
+        "two dtypes": (mixed, dispatcher),
         "another formula on rank 1": (otherwise if rank == 1 else make_model("qwen3"), dispatcher),
         "another group": (make_model("qwen3"), others),
         "another group on rank 1": (make_model("qwen3"), others if rank == 1 else dispatcher),
@@ -67,7 +75,7 @@ def errors_of_misuse(_: dist.ProcessGroup) -> dict[str, str]:
     errors = {}
     for name, (model, given) in mistakes.items():
         before = [(id(parameter), type(parameter)) for parameter in model.parameters()]
-        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
+        with pytest.raises((ValueError, AttributeError)) as error:  # the text is looked at by the test
             fsdp.parallelize(model, mesh, given)
         errors[name] = str(error.value)
         assert before == [(id(parameter), type(parameter)) for parameter in model.parameters()]
@@ -117,7 +125,7 @@ def errors_of_one_rank(group: dist.ProcessGroup) -> list[str]:
 def errors_of_other_rows_on_one_rank(group: dist.ProcessGroup, pairs: list[tuple[int, torch.dtype]]) -> list[str]:
     """Return the errors of a dispatcher of which rank 1 passes rows of another hidden size or dtype, at first too.
 
-    All ranks may do so: it makes another communicator.
+    All ranks may do so: it makes another communicator. Then rank 1 passes rows for another of those that there are.
     """
     errors, topk_idx, hidden = [], torch.zeros(3, 1, dtype=torch.int64), 4
     with fsdp.FuscoDispatcher(group, 8, settings=Settings(timeout_s=LIMIT_S)) as dispatcher:
@@ -137,4 +145,20 @@ def errors_of_other_rows_on_one_rank(group: dist.ProcessGroup, pairs: list[tuple
             x = torch.ones(3, each[0], dtype=each[1])
             arrival = dispatch(x)
             assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
+        for first, second in (pairs[:2], pairs[1::-1], pairs[-2:]):  # the last one is of the latest communicator
+            mine, others = (torch.ones(3, each[0], dtype=each[1]) for each in (first, second))
+            with pytest.raises(MismatchError) as error:
+                dispatch(others if dist.get_rank() else mine)
+            errors.append(str(error.value))
+        arrival = dispatch(x)
+        assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)
     return errors
+
+
+def check_wide_sums_of_narrow_rows(group: dist.ProcessGroup) -> None:
+    """Rows in bfloat16 whose partial sums travel between nodes in float32."""
+    settings, topk_idx = Settings(timeout_s=LIMIT_S, wire_dtype=torch.float32), torch.zeros(3, 1, dtype=torch.int64)
+    with fsdp.FuscoDispatcher(group, 8, ranks_per_node=1, settings=settings) as dispatcher:
+        x = torch.ones(3, 64, dtype=torch.bfloat16)
+        arrival = dispatcher.dispatch(x, topk_idx, torch.ones(3, 1), 2)
+        assert torch.equal(dispatcher.combine(arrival.rows, arrival), x)

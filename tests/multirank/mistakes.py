@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,13 @@ def quantised(tensor: torch.Tensor) -> torch.Tensor:
 
 class OfMesh(TwoTensor):
     """A tensor subclass whose values are in other tensors, as in DTensor."""
+
+
+class WithoutItems(UserDict):
+    """A mapping that fails where it is read."""
+
+    def __getitem__(self, rank: int) -> fusco.Segments:
+        raise LookupError("an item that is gone")
 
 
 def weights_that_cannot_be_read(scene: Scene) -> None:
@@ -241,6 +249,12 @@ BAD_INPUTS = {
     "combine_weights_of_too_few_rows": Mistake(
         lambda s: s.comm.combine_weights(s.y[1:, 0], s.handle), VALUE, ["values must have shape ("], "combine_weights"
     ),
+    "combine_weights_of_integers": Mistake(
+        lambda s: s.comm.combine_weights(s.y[:, 0].long(), s.handle),
+        TYPE,
+        ["values must be of a floating-point dtype, got torch.int64"],
+        "combine_weights",
+    ),
     "combine_weights_along_no_handle": Mistake(
         lambda s: s.comm.combine_weights(s.y[:, 0], s.handle.plan), TYPE, ["handle", "Plan"], "combine_weights"
     ),
@@ -256,6 +270,18 @@ BAD_INPUTS = {
     ),
     "shuffle_of_no_mapping": Mistake(lambda s: s.comm.shuffle(None, {}), TYPE, ["mappings", "NoneType"], "shuffle"),
     "shuffle_without_receive": Mistake(lambda s: s.comm.shuffle({}, None), TYPE, ["mappings", "NoneType"], "shuffle"),
+    "exchange_of_too_many_rows": Mistake(
+        lambda s: s.comm.all_to_all(None, torch.ones(4, HIDDEN), [2**61] * 4),
+        VALUE,
+        ["output_split_sizes", "sum to 9223372036854775808, more rows than a tensor can have"],
+        "all_to_all",
+    ),
+    "shuffle_with_a_broken_mapping": Mistake(
+        lambda s: s.comm.shuffle(WithoutItems({0: whole(torch.zeros(2))}), {}),
+        "LookupError",
+        ["an item that is gone"],
+        "shuffle",
+    ),
     "shuffle_with_a_string": Mistake(
         lambda s: s.comm.shuffle({"a": whole(torch.zeros(2))}, {}),
         TYPE,

@@ -127,6 +127,23 @@ def send_mismatched(group: dist.ProcessGroup, setup: Setup, src: int, dst: int) 
     return outcome
 
 
+def move_the_same_way(group: dist.ProcessGroup, setup: Setup) -> list[Outcome]:
+    """Both ranks send, then both receive, each time as many bytes; then one of them sends to the other."""
+    with setup.open(group) as comm:
+        payload, other = scattered(100, 40, torch.uint8, comm.rank), 1 - comm.rank
+        before = payload.segments.memory.clone()
+        verbs = (comm.gather_send, comm.scatter_recv)
+        outcomes = [attempt(lambda verb=verb: verb(payload.segments, other)) for verb in verbs]
+        assert_same_bits(payload.segments.memory, before, "memory after two calls in the same direction")
+        if comm.rank:
+            comm.gather_send(scattered(100, 9, torch.uint8, "good").segments, other)
+        else:
+            comm.scatter_recv(payload.segments, other)
+            assert_same_bits(payload.stream, scattered(100, 9, torch.uint8, "good").stream, "afterwards")
+        check_that_it_works(comm, setup)
+    return outcomes
+
+
 def shuffle_mismatched(group: dist.ProcessGroup, setup: Setup) -> tuple[Outcome, bool]:
     """Shuffle one byte more from rank 0 than rank 1 expects; also return True if no memory has changed."""
     with setup.open(group) as comm:

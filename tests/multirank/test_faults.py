@@ -41,8 +41,7 @@ AHEAD = 4  # worlds that wait for the time limit meanwhile; their ranks hardly c
 ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
-MESH = "fusco.control.tcp_mesh:TcpMesh.__init__"
-CONNECTING = "fusco.cpu.tcp_transport:TcpTransport.__init__"
+CONNECTING = "fusco.control.tcp_transport:TcpTransport.__init__"  # for records, then for rows
 REUSE = "fusco.control.record_exchange:RecordExchange.wait_for_peers_done"
 RECORDS = "fusco.control.record_exchange:RecordExchange.exchange_records"
 ROUTING = "fusco.cpu.routing_exchange:RoutingExchange.exchange"
@@ -51,7 +50,7 @@ SCATTERING = "fusco.cpu.dispatch:ScatterRows.step"
 PRODUCING = "fusco.cpu.combine:ProducePartialSums.step"
 FOLDING = "fusco.cpu.combine:FoldSums.step"
 DISPATCHING = "fusco.cpu.engine:CpuEngine.prepare_redispatch"
-SHUFFLING = "fusco.engine.byte_stream:SegmentSender.step"
+SHUFFLING = "fusco.cpu.all_to_all:SendWithin.step"
 OUTSIDE = "fault_jobs:between_calls"
 
 # Places of faults: (ranks, ranks per node), victims, the method, its successful calls before the fault.
@@ -76,13 +75,13 @@ MORE_PLACES = {
 EXCHANGES = {
     "sending within the node": (TWO_NODES, (1,), "fusco.cpu.all_to_all:SendWithin.step", 5),
     "receiving within the node": (TWO_NODES, (0,), "fusco.cpu.all_to_all:ReceiveWithin.step", 4),
-    "sending stages": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
-    "receiving stages": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
+    "sending to other nodes": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
+    "receiving from other nodes": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
 }
 STAGES = {
     "before anything": (STORE_GATHER, 0),
-    "before it can send records": (MESH, 0),
-    "before it connects": (CONNECTING, 0),
+    "before it can send records": (CONNECTING, 0),
+    "before it connects": (CONNECTING, 1),
     "before it has memory": (STORE_GATHER, 3),
     "before it has mapped its peers' memory": (STORE_GATHER, 4),
 }
@@ -97,7 +96,7 @@ LATE = {
     "in an all-to-all": {
         "how": stop,
         "victims": (2,),
-        "where": EXCHANGES["sending stages"][2],
+        "where": EXCHANGES["sending to other nodes"][2],
         "num_calls_before": 3,
         "work": exchange,
     },

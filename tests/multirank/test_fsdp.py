@@ -209,8 +209,12 @@ def test_tokens_of_a_wrong_shape_on_one_rank_are_rejected_on_all(two):
 def test_rows_of_another_size_on_one_rank_are_an_error_on_all(two):
     begin = time.monotonic()
     pairs = [(8, torch.float32), (4, torch.bfloat16), (8, torch.bfloat16)]
-    first, *others, same_bytes = two.run(error_jobs.errors_of_other_rows_on_one_rank, pairs)[0]
+    first, *others, same_bytes, one, other, last = two.run(error_jobs.errors_of_other_rows_on_one_rank, pairs)[0]
     assert time.monotonic() - begin < LIMIT_S / 2
+    wide, narrow = (f"Communicator(num_experts=2, num_topk=1, max_bytes_per_token={n})" for n in (32, 8))
+    assert one == f"ranks call different collectives: {wide} on rank 0, {narrow} on rank 1"
+    assert other == f"ranks call different collectives: {narrow} on rank 0, {wide} on rank 1"
+    assert last == f"ranks call different collectives: {narrow} on rank 0, dispatch on rank 1"
     assert first == "ranks disagree in Communicator: max_bytes_per_token is 16 on rank 0, 32 on rank 1"
     assert others == [
         "ranks call different collectives: dispatch on rank 0, "
@@ -218,6 +222,11 @@ def test_rows_of_another_size_on_one_rank_are_an_error_on_all(two):
         for num_bytes in (32, 8)
     ]
     assert same_bytes.startswith("ranks disagree in dispatch: ")
+
+
+@pytest.mark.cpu_only
+def test_sums_may_travel_wider_than_rows(two):
+    two.run(error_jobs.check_wide_sums_of_narrow_rows)
 
 
 @pytest.mark.cpu_only
@@ -242,6 +251,10 @@ def test_what_cannot_be_parallelized_is_rejected_on_all_ranks_before_anything_ch
         )
         assert errors["twice"].startswith("parameter model.embed_tokens.weight is already distributed")
         assert errors["no forward"].startswith("FSDP cannot shard a ModuleDict, which has no forward")
+        assert ("no attribute 'group'" if rank == 1 else rejected) in errors["no dispatcher on rank 1"]
+        assert errors["two dtypes"].startswith(
+            "model.layers.1.self_attn.q_proj.weight is torch.float32 and model.layers"
+        )
 
 
 @pytest.mark.cpu_only

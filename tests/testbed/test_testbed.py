@@ -255,7 +255,7 @@ def test_a_message_where_namespaces_are_forbidden():
     [
         ((0, 1, "1gbit"), "hosts: 0 is not in 1 to 250"),
         ((1, 251, "1gbit"), "rails: 251"),
-        ((1, 1, "1 potato"), "'1 potato' is no rate"),
+        ((1, 1, "1 potato"), "'1 potato' is not a rate"),
         ((1, 1, 10), "bit/s of a rail: 10 is not in"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.session import Session
-from fusco.core.errors import SharedMemoryError
+from fusco.core.errors import SharedMemoryError, first_line
 from fusco.core.movable import require_movable_tensors
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, LateRejection, Pending, Request
@@ -16,8 +16,6 @@ from fusco.engine.base import Engine, LateRejection, Pending, Request
 RequestT = TypeVar("RequestT", bound=Request)
 _Result = TypeVar("_Result")
 
-# PyTorch raises ``RuntimeError`` for an input that it cannot inspect.
-REFUSALS = (TypeError, ValueError, RuntimeError)
 _REFUSALS_IN_PREPARATION = (TypeError, ValueError, SharedMemoryError)
 
 
@@ -33,9 +31,10 @@ def run_collective(
     Invalid input raises on its own rank and ``RejectedInputError`` on all others. The rank that rejects it takes part
     in the agreement only.
 
-    ``validate`` returns a valid request, or raises ``TypeError``, ``ValueError`` or ``RuntimeError``. ``prepare`` is
-    one of the engine's ``prepare_*``. Raises ``ThreadError`` in any thread but the session's owner, the error of an
-    earlier asynchronous call, those of ``Session.agree``, and what ``validate``, ``prepare`` or the execution raises.
+    ``validate`` returns a valid request, or raises: ``TypeError``, ``ValueError``, PyTorch's ``RuntimeError``, or what
+    a caller's object raises when it is looked at. ``prepare`` is one of the engine's ``prepare_*``. Raises
+    ``ThreadError`` in any thread but the session's owner, the error of an earlier asynchronous call, those of
+    ``Session.agree``, and what ``validate``, ``prepare`` or the execution raises.
     """
     session.access.enter(name, is_for_owner=True)
     try:
@@ -70,7 +69,7 @@ def _validated(
     try:
         require_movable_tensors(name)
         request = validate()
-    except REFUSALS as error:
+    except Exception as error:  # noqa: BLE001  raised again, once all ranks know
         rejection = error
     except BaseException as error:
         if session.has_published:  # other ranks count on this one
@@ -95,10 +94,12 @@ def _agreed(
     session: Session, name: str, request: Request | None, pending: Pending[Any] | None, rejection: Exception | None
 ) -> Sequence[tuple[int, ...]]:
     """Return the counts of all ranks. A rejection ends the session if this rank has published that there is none."""
-    if rejection is not None and session.has_published:
-        raise rejection
-    if request is None or pending is None:
-        return session.agree(CollectiveFingerprint(name, rejection=str(rejection)))
+    if rejection is not None:
+        if session.has_published:
+            raise rejection
+        return session.agree(CollectiveFingerprint(name, rejection=first_line(rejection)))
+    assert request is not None
+    assert pending is not None
     known = request.known
     fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
     return session.agree(fingerprint, pending.counts, request.handle, pending.attachments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -29,7 +29,7 @@ from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.profile import Call
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
-from fusco.engine.base import CombineAllRequest, Pending
+from fusco.engine.base import Pending
 from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
 
@@ -44,10 +44,10 @@ class Communicator(Membership):
     them on all ranks or on none, as the backward pass communicates, too.
 
     Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
-    ``RejectedInputError`` on all other ranks; ``MismatchError`` on all ranks if inputs do not go together; and
-    ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``, after which the communicator
-    can only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases
-    its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
+    ``RejectedInputError`` on all other ranks. It raises ``MismatchError`` on all ranks if inputs do not go together,
+    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator can
+    only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases its
+    resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
@@ -76,7 +76,7 @@ class Communicator(Membership):
 
         Args:
             group: the process group, of any backend; ``None`` means the default one.
-            num_experts: number of experts of all ranks together.
+            num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
             max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
             max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
@@ -215,7 +215,7 @@ class Communicator(Membership):
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
         """
-        out = self._sum(y, handle, weights, launch)
+        (out,) = self._sum("combine", [y], handle, weights, launch)
         if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
@@ -238,17 +238,9 @@ class Communicator(Membership):
             Sums (num_tokens, ...) of each.
         """
         if not self._engine.is_asynchronous:  # whose messages are numbered by the collective
-            return tuple(self._sum(_detached(y), handle, None, launch) for y in ys)
-
-        def prepare(request: CombineAllRequest[Any], call: Call) -> Pending[tuple[torch.Tensor, ...]]:
-            pending = [self._engine.prepare_combine(part, call) for part in request.parts]
-            return Pending((), lambda _: tuple(each.run(()) for each in pending))
-
-        return self._run(
-            "combine_all",
-            lambda: self._validator.validate_combine_all(list(map(_detached, ys)), handle, launch),
-            prepare,
-        )
+            return tuple(self._sum("combine", [_detached(y)], handle, None, launch)[0] for y in ys)
+        rows = list(map(_detached, ys if isinstance(ys, Iterable) else [ys]))  # the latter is rejected
+        return tuple(self._sum("combine_all", rows, handle, None, launch))
 
     @uncompiled
     def dispatch_weights(
@@ -313,8 +305,8 @@ class Communicator(Membership):
 
         Ranks of a node first even out the bytes for each other node. Then nodes exchange in one-to-one stages. Ranks
         redistribute what arrived within the node while the next stage runs. In addition to the rings, a call takes
-        memory for the bytes that this rank carries for others of its node: at most about its share of the bytes that
-        the node sends and receives; none if nodes have one rank, or with one node. It returns when the output is
+        memory for the bytes that this rank carries for others of its node: at most about its share of what the node
+        sends and receives, and none with one node or with nodes of one rank. It returns when the output is
         complete and the input may change; on CUDA both hold for later launches. There is no ``async_op``, as the
         calling thread moves the rows itself. To overlap on CUDA, call it on another stream; on the CPU, from another
         thread, on a communicator that only this thread uses. The first call compiles the scheduler: seconds, once on
@@ -403,17 +395,24 @@ class Communicator(Membership):
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
+        if (rows := self._repeats.dispatch_again(payloads, handle, launch)) is not None:
+            return rows
         validate = partial(self._validator.validate_redispatch, payloads, handle, launch)
         return self._run("dispatch_again", validate, self._engine.prepare_redispatch)
 
     def _sum(
-        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None, launch: Launch | None
-    ) -> torch.Tensor:
-        """``combine`` without gradients."""
-        if (out := self._repeats.combine(y, handle, weights, launch)) is not None:
-            return out
-        validate = partial(self._validator.validate_combine, y, handle, weights, launch)
-        return self._run("combine", validate, self._engine.prepare_combine)
+        self,
+        verb: str,
+        ys: Sequence[torch.Tensor],
+        handle: Handle,
+        weights: Literal["topk"] | None,
+        launch: Launch | None,
+    ) -> list[torch.Tensor]:
+        """``combine`` or ``combine_all`` without gradients."""
+        if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
+            return sums
+        validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)
+        return self._run(verb, validate, self._engine.prepare_combine)
 
     def _run(
         self, name: str, validate: Callable[[], RequestT], prepare: Callable[[RequestT, Call], Pending[_Result]]
@@ -425,14 +424,14 @@ class Communicator(Membership):
         mirrored = (launch or Launch()).on_callers_stream()
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],
-            lambda y, handle: self._sum(y, handle, "topk", mirrored),
+            lambda y, handle: self._sum("combine", [y], handle, "topk", mirrored)[0],
             lambda ys, handle: self.combine_all(ys, handle, launch=mirrored),
         )
 
 
 def _detached(rows: Any) -> Any:
     """Return a tensor without its graph; anything else as it is, for the verb to reject."""
-    return rows.detach() if isinstance(rows, torch.Tensor) else rows
+    return rows.detach() if isinstance(rows, torch.Tensor) and rows.requires_grad else rows
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import fusco
-from fusco.api.collective import REFUSALS
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
@@ -21,7 +20,7 @@ from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
-from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after
+from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after, first_line
 from fusco.core.integers import check_integer
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
@@ -169,10 +168,10 @@ def _create(store_gather: StoreGather, config: CommunicatorConfig) -> Communicat
     try:
         validator = config.validator(store_gather.rank, store_gather.world_size)
         device = DeviceIdentity.of(validator.device)
-    except REFUSALS as error:
+    except Exception as error:  # noqa: BLE001  raised again, once all ranks know
         validator, rejection = None, error
     fields = config.fields(validator) if validator else {}
-    fingerprint = CollectiveFingerprint("Communicator", fields, str(rejection or ""))
+    fingerprint = CollectiveFingerprint("Communicator", fields, first_line(rejection) if rejection else "")
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
         raise rejection

@@ -9,6 +9,8 @@ import torch
 
 from fusco.core.rows import describe_rows, wants_grad
 
+_MAX_ROWS = 2**63 - 1  # PyTorch counts in int64
+
 
 def rows_of_ranks(name: str, world_size: int, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """Return the rows of each rank, as ``sizes`` say; ``None`` means an equal number of ``num_rows`` each.
@@ -32,6 +34,8 @@ def rows_of_ranks(name: str, world_size: int, num_rows: int | None, sizes: Seque
         raise ValueError(f"{name}_split_sizes has {len(rows)} entries for a group of {world_size} ranks")
     if min(rows) < 0:
         raise ValueError(f"{name}_split_sizes must not be negative, got {rows[rows.index(min(rows))]} in {rows}")
+    if num_rows is None and sum(rows) > _MAX_ROWS:
+        raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, more rows than a tensor can have")
     if num_rows is not None and sum(rows) != num_rows:
         raise ValueError(f"{name}_split_sizes {rows} sum to {sum(rows)}, but {name} has {num_rows} rows")
     return rows

@@ -25,7 +25,6 @@ class KnownInput(KnownCall):
 
     # of each tensor, from its first element to the end of its last one; ``None`` if that may differ
     num_bytes: tuple[int, ...] | None
-    options: tuple[object, ...]  # what validation depends on besides the tensors
     is_grad_enabled: bool  # whether autograd was on, as it is part of the fingerprint
     guard: Any  # compares tensors with these, if there is such a thing; a nested tensor would end the process
 
@@ -51,7 +50,7 @@ class KnownInputs:
         """With ``has_any_rows``, inputs of any size in the first dimension are the same."""
         self._has_any_rows = has_any_rows
         self._by_key: Recent[tuple[object, ...], KnownInput] = Recent()
-        self._latest: dict[object, KnownInput] = {}  # by verb
+        self._latest: Recent[tuple[object, ...], KnownInput] = Recent()  # by options
 
     def find(self, tensors: Sequence[torch.Tensor], options: tuple[object, ...]) -> KnownInput | None:
         """Return what is known of an input; ``None`` if it is new, or if the memory of a tensor has been freed.
@@ -61,14 +60,17 @@ class KnownInputs:
         """
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None
-        known = self._latest.get(options[0])
-        if known is not None and known.options == options and known.is_like(tensors):
+        try:
+            known = self._latest.get(options)
+        except TypeError:  # an option that has no hash is of no valid input
+            return None
+        if known is not None and known.is_like(tensors):
             return known
         key = self._key_of(tensors, options)
         known = self._by_key.get(key) if key else None
         if known is None or not all(map(has_memory, tensors)):
             return None
-        self._latest[options[0]] = known
+        self._latest[options] = known
         return known
 
     def add(
@@ -79,8 +81,8 @@ class KnownInputs:
         if key is None or forward_ad._current_level >= 0:  # noqa: SLF001
             return
         num_bytes = None if self._has_any_rows else tuple(map(bytes_needed, tensors))
-        known = KnownInput(fingerprint, num_bytes, options, torch.is_grad_enabled(), self._guard_of(tensors))
-        self._by_key[key] = self._latest[options[0]] = known
+        known = KnownInput(fingerprint, num_bytes, torch.is_grad_enabled(), self._guard_of(tensors))
+        self._by_key[key] = self._latest[options] = known
 
     def _guard_of(self, tensors: Sequence[torch.Tensor]) -> Any:
         if _TENSOR_GUARDS is None:

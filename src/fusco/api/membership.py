@@ -13,7 +13,7 @@ from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
-from fusco.core.errors import ClosedError, PeerFailureError, cleanup_after
+from fusco.core.errors import ClosedError, PeerFailureError, ThreadError, cleanup_after, first_line
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import NO_TIMELINE, Timeline
@@ -37,7 +37,7 @@ class Rejecting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             with cleanup_after(error, "the other ranks could not be notified"):
-                self._reject(str(error) or type(error).__name__)
+                self._reject(first_line(error))
 
 
 class Membership:
@@ -280,7 +280,11 @@ def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
         try:
             session.depart("left: its communicator was dropped without being closed")
         finally:
-            _close(session, engine)
+            try:
+                with session.access.alone("the release"):
+                    _close(session, engine)
+            except ThreadError:  # the process ends while a daemon thread is in a call, which still uses the memory
+                leak((session, engine))
 
     # In a thread, as the garbage collector may have interrupted this one anywhere, with any lock held.
     has_left = within(_RELEASE_LIMIT_S, leave, f"the release of {name}")

@@ -21,7 +21,6 @@ from fusco.core.segments import Segments
 from fusco.cuda.layout import MAX_PAYLOADS
 from fusco.engine.base import (
     AllToAllRequest,
-    CombineAllRequest,
     CombineRequest,
     DispatchRequest,
     RedispatchRequest,
@@ -40,9 +39,9 @@ _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as fl
 class Validator:
     """Validates arguments of one rank's communicator. All methods raise ``TypeError`` or ``ValueError`` with values.
 
-    Each verb has a ``validate_`` method; those of collectives return a request. ``dispatch``, ``dispatch_again`` and
-    ``combine`` validate an input in full once. If only values and addresses differ from an earlier one, they check
-    what depends on these: expert ids on the CPU, freed memory, the handle, the launch, whether the call is captured.
+    Each verb has a ``validate_`` method; those of collectives return a request. Verbs with a handle, or that return
+    one, validate an input in full once. If only values and addresses differ from an earlier one, they check what
+    depends on these: expert ids on the CPU, freed memory, the handle, the launch, whether the call is captured.
     """
 
     rank: int
@@ -109,16 +108,14 @@ class Validator:
         with_weights: bool,  # noqa: FBT001  passed by position
     ) -> KnownInput | None:
         """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
-        tensors, terms = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
-        return self._known.find(tensors, terms)
+        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+        return self._known.find(tensors, options)
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
-        self.require_handle(handle)
-        terms = ("dispatch_again", len(payloads), handle.num_tokens)
-        known = self._known.find(payloads, terms)
+        known = self.known_redispatch(payloads, handle)
         if known is None:
             self.require_payloads(payloads, handle.num_tokens)
         launch = self.require_launch(launch)
@@ -126,55 +123,55 @@ class Validator:
             payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, known=known
         )
         if known is None:
-            self._known.add(CollectiveFingerprint("dispatch_again", request.fields), payloads, terms)
+            fingerprint = CollectiveFingerprint("dispatch_again", request.fields)
+            self._known.add(fingerprint, payloads, _options_of_redispatch(payloads, handle))
         return request
+
+    def known_redispatch(self, payloads: Sequence[torch.Tensor], handle: Handle) -> KnownInput | None:
+        """Return what is known of the arguments of ``dispatch_again``; raise if the handle is invalid."""
+        self.require_handle(handle)
+        return self._known.find(payloads, _options_of_redispatch(payloads, handle))
 
     def validate_combine(
-        self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
+        self,
+        verb: str,
+        ys: Sequence[torch.Tensor],
+        handle: Handle,
+        weights: Literal["topk"] | None = "topk",
+        launch: Launch | None = None,
     ) -> CombineRequest[Any]:
-        """Validate the arguments of ``combine``; the plan is of the communicator's backend."""
-        known = self.known_combine(y, handle, weights)
+        """Validate the arguments of ``combine`` or ``combine_all``; the plan is of the communicator's backend."""
+        known = self.known_combine(verb, ys, handle, weights)
         topk_weights = None if weights is None else handle.topk_weights
         if known is None:
-            self.require_expert_rows(y, handle)
+            if not 1 <= len(ys) <= MAX_PAYLOADS:
+                raise ValueError(f"{verb} takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
+            for y in ys:
+                self.require_expert_rows(y, handle)
         launch = self.require_launch(launch)
         request: CombineRequest[Any] = CombineRequest(
-            rows=y, plan=handle.plan, topk_weights=topk_weights, handle=handle.number, launch=launch, known=known
+            rows=ys, plan=handle.plan, topk_weights=topk_weights, handle=handle.number, launch=launch, known=known
         )
         if known is None:
-            fingerprint = CollectiveFingerprint("combine", request.fields)
-            self._known_rows.add(fingerprint, (y,), _terms_of_combine(topk_weights))
+            fingerprint = CollectiveFingerprint(verb, request.fields)
+            self._known_rows.add(fingerprint, ys, _options_of_combine(verb, ys, topk_weights))
         return request
 
-    def known_combine(self, y: torch.Tensor, handle: Handle, weights: Literal["topk"] | None) -> KnownInput | None:
-        """Return what is known of the arguments of ``combine``; raise if the handle or ``weights`` are invalid."""
+    def known_combine(
+        self, verb: str, ys: Sequence[torch.Tensor], handle: Handle, weights: Literal["topk"] | None
+    ) -> KnownInput | None:
+        """Return what is known of the arguments of ``validate_combine``; raise if handle or ``weights`` are invalid."""
         self.require_handle(handle)
         self.require_combine_weights(weights)
         if weights is not None:
             self.require_unchanged_weights(handle)
-        known = self._known_rows.find((y,), _terms_of_combine(None if weights is None else handle.topk_weights))
-        return known if known is not None and y.shape[0] == handle.plan.num_slots else None
-
-    def validate_combine_all(
-        self, ys: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
-    ) -> CombineAllRequest[Any]:
-        """Validate the arguments of ``combine_all``."""
-        self.require_handle(handle)
-        terms = ("combine_all", len(ys), handle.num_rows)
-        known = self._known.find(ys, terms)
-        if known is None:
-            if not 1 <= len(ys) <= MAX_PAYLOADS:
-                raise ValueError(f"combine_all takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
+        options = _options_of_combine(verb, ys, None if weights is None else handle.topk_weights)
+        if (known := self._known_rows.find(ys, options)) is not None:
+            num_slots = handle.plan.num_slots
             for y in ys:
-                self.require_expert_rows(y, handle)
-        launch, number = self.require_launch(launch), handle.number
-        parts = [
-            CombineRequest[Any](rows=y, plan=handle.plan, topk_weights=None, handle=number, launch=launch) for y in ys
-        ]
-        request = CombineAllRequest[Any](parts=parts, handle=number, known=known)
-        if known is None:
-            self._known.add(CollectiveFingerprint("combine_all", request.fields), ys, terms)
-        return request
+                if y.shape[0] != num_slots:
+                    return None
+        return known
 
     def validate_shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> ShuffleRequest:
         """Validate the arguments of ``shuffle``."""
@@ -316,6 +313,8 @@ class Validator:
         """Raise unless ``values`` has one for each row of a dispatch of this communicator."""
         self.require_handle(handle)
         self._tensor("values", values)
+        if not values.is_floating_point():
+            raise TypeError(f"values must be of a floating-point dtype, got {values.dtype}")
         if values.shape != (handle.num_rows,):
             raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
 
@@ -399,11 +398,16 @@ def _known_by(
     alignment: int,
     with_weights: object,
 ) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
-    """Return the tensors, then the terms, by which the input of a dispatch is known."""
+    """Return the tensors, then the options, by which the input of a dispatch is known."""
     tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
     return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(with_weights))
 
 
-def _terms_of_combine(topk_weights: torch.Tensor | None) -> tuple[object, ...]:
-    """Return the terms, besides rows, by which the input of a combine is known."""
-    return "combine", topk_weights is None, wants_grad(topk_weights)
+def _options_of_redispatch(payloads: Sequence[torch.Tensor], handle: Handle) -> tuple[object, ...]:
+    """Return the options, besides payloads, by which the input of ``dispatch_again`` is known."""
+    return "dispatch_again", len(payloads), handle.num_tokens
+
+
+def _options_of_combine(verb: str, ys: Sequence[torch.Tensor], topk_weights: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the options, besides rows, by which the input of a combine is known."""
+    return verb, len(ys), topk_weights is None, wants_grad(topk_weights)

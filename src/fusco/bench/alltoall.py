@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.links import LinkPeaks, measure_links
+from fusco.bench.stopwatch import RankTimer
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
@@ -29,35 +29,36 @@ _Variants = dict[str, tuple[Callable[[], object], torch.Tensor]]  # a call and i
 
 @dataclass
 class ExchangeResult:
-    """Measurements of one rank with one matrix: seconds of each variant by iteration, and fusco's profiles.
+    """Measurements of one rank with one matrix: times of each variant by iteration, and fusco's profiles.
 
     ``errors`` describes where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
     """
 
     errors: list[str] = field(default_factory=list)
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
+    times_ms: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
     profiles: list[CallProfile] = field(default_factory=list)
 
 
-def num_steps(num_matrices: int, num_iterations: int) -> int:
-    """Return how many steps ``run_rank`` reports."""
-    return num_matrices * (1 + _NUM_WARM_UPS + num_iterations)
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Values that a run and its record have; ``skew`` is 0 except for the Zipf matrix."""
+
+    matrix: str
+    skew: float
+    seed: int
+    bytes_per_rank: int
+    device: str
+    rank_gbs: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRun:
+class ExchangeRun(Exchange):
     """One matrix of a run, and its configuration; runs together differ in their matrices only."""
 
-    matrix: str
     rank_bytes: IntArray
     topology: Topology
-    bytes_per_rank: int
-    skew: float
-    seed: int
     mode: ScheduleMode | None
     settings: Settings
-    device: str = "cpu"
-    rank_gbs: float = 0.0
 
 
 def run_rank(
@@ -65,8 +66,8 @@ def run_rank(
 ) -> tuple[LinkPeaks, list[ExchangeResult]]:
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
-    advance = ProgressReporter(rank, progress_port).advance
-    links, results = measure_links(group, topology, device), []
+    advance = ProgressReporter(rank, progress_port, len(runs) * (1 + _NUM_WARM_UPS + num_iterations)).advance
+    links, timer, results = measure_links(group, topology, device), RankTimer(group, device), []
     with Communicator(
         group,
         num_experts=topology.world_size,
@@ -82,23 +83,13 @@ def run_rank(
             results.append(ExchangeResult(_verify(variants, rank)))
             advance()
             for iteration in range(_NUM_WARM_UPS + num_iterations):
-                _time(variants, comm, group, results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult())
+                result = results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult()
+                for name, (call, _) in variants.items():
+                    result.times_ms[name] += timer.host_times_ms(call)
+                    if name == "fusco":
+                        result.profiles.append(comm.profile)
                 advance()
     return links, results
-
-
-def _time(variants: _Variants, comm: Communicator, group: dist.ProcessGroup, result: ExchangeResult) -> None:
-    """Time one call of each variant."""
-    finish: Callable[[], None] = torch.cuda.synchronize if variants["fusco"][1].is_cuda else lambda: None
-    for name, (call, _) in variants.items():
-        finish()
-        dist.barrier(group)
-        start = time.perf_counter()
-        call()
-        finish()
-        result.seconds[name].append(time.perf_counter() - start)
-        if name == "fusco":
-            result.profiles.append(comm.profile)
 
 
 def _variants(comm: Communicator, group: dist.ProcessGroup, run: ExchangeRun) -> _Variants:
@@ -125,7 +116,7 @@ def _verify(variants: _Variants, rank: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord(Measurement):
+class ExchangeRecord(Exchange, Measurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -138,12 +129,8 @@ class ExchangeRecord(Measurement):
     or after they travel between nodes.
     """
 
-    matrix: str
-    skew: float
-    seed: int
     nodes: int
     ranks_per_node: int
-    bytes_per_rank: int
     verified: bool
     fusco_ms: float
     planning_ms: float
@@ -160,12 +147,10 @@ class ExchangeRecord(Measurement):
     intranode_bytes: int
     staged_bytes: int
     internode_peak_gbs: float
-    rank_gbs: float
     copy_peak_gbs: float
     num_iterations: int
     slice_bytes: int | None
     ring_depth: int
-    device: str
     errors: list[str]
 
 
@@ -181,20 +166,17 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     errors = [error for rank in ranks for error in rank.errors]
 
     def profile_ms(of: Callable[[CallProfile], float]) -> float:
-        return _slowest_ms([[of(profile) for profile in rank.profiles] for rank in ranks])
+        return _slowest([[of(profile) * 1e3 for profile in rank.profiles] for rank in ranks])
 
     return ExchangeRecord(
-        matrix=run.matrix,
-        skew=run.skew if run.matrix == "zipf" else 0.0,
-        seed=run.seed,
+        **{field.name: getattr(run, field.name) for field in fields(Exchange)},
         nodes=run.topology.num_nodes,
         ranks_per_node=ranks_per_node,
-        bytes_per_rank=run.bytes_per_rank,
         verified=not errors,
-        fusco_ms=_slowest_ms([rank.seconds["fusco"] for rank in ranks]),
+        fusco_ms=_slowest([rank.times_ms["fusco"] for rank in ranks]),
         planning_ms=profile_ms(lambda profile: profile.planning_s),
         wire_ms=profile_ms(lambda profile: profile.wire_s),
-        all_to_all_single_ms=_slowest_ms([rank.seconds["all_to_all_single"] for rank in ranks]),
+        all_to_all_single_ms=_slowest([rank.times_ms["all_to_all_single"] for rank in ranks]),
         lower_bound_ms=round(bound / rate_gbs / 1e6, 3) if rate_gbs else 0.0,
         schedule=schedule.mode,
         num_stages=schedule.stages.num_stages,
@@ -206,17 +188,15 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         intranode_bytes=sum(rank.profiles[-1].intranode_row_bytes for rank in ranks),
         staged_bytes=int(schedule.balancing.num_bytes.sum() + schedule.redistribution.num_bytes.sum()),
         internode_peak_gbs=round(peak_gbs, 3),
-        rank_gbs=run.rank_gbs,
         copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
         num_iterations=len(ranks[0].profiles),
         slice_bytes=run.settings.slice_bytes,
         ring_depth=run.settings.ring_depth,
-        device=run.device,
         hardware=hardware(run.device),
         errors=errors,
     )
 
 
-def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:
+def _slowest(per_rank: Sequence[Sequence[float]]) -> float:
     slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
-    return round(median(slowest) * 1e3, 3)
+    return round(median(slowest), 3)

@@ -5,13 +5,12 @@ Between GPUs within a node by copy engine and by multiprocessors, between nodes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from fusco.bench.messages import exchange_messages
 from fusco.bench.stopwatch import RankTimer
 from fusco.core.topology import Topology
 
@@ -57,6 +56,25 @@ def measure_links(group: dist.ProcessGroup, topology: Topology, device: str = "c
     return LinkPeaks(
         internode=measure_between_nodes(group, topology, timer, source, target), copy_gbs=len(source) / copying_ms / 1e6
     )
+
+
+def exchange_messages(
+    group: dist.ProcessGroup, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]
+) -> None:
+    """Send tensors to, and receive them from, the ranks named with them; all at once, and empty ones do not travel.
+
+    Tensors are contiguous, one at most for each peer and direction. On CUDA the messages are ordered on the current
+    stream; on the CPU they are complete when this returns. The group must have executed a collective before.
+    """
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, messages in ((dist.irecv, receive), (dist.isend, send))
+        for peer, tensor in messages
+        if tensor.numel()
+    ]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def measure_between_nodes(

@@ -1,9 +1,9 @@
-"""Copies between GPUs and pinned host memory: over one PCIe link, over those of idle GPUs, and beside their owners."""
+"""Copies between GPUs and pinned host memory: over one PCIe link, over several, and while their owners copy."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,9 +12,10 @@ from statistics import median
 import torch
 
 from fusco.bench.environment import Measurement, hardware
-from fusco.bench.offload_peer import Owner
+from fusco.bench.offload_peer import Peer
+from fusco.bench.worker import Worker
 from fusco.core.errors import FuscoError
-from fusco.offload import Copier, Copy, OffloadSettings, copy_from_host, copy_to_host
+from fusco.offload import Copier, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
 from fusco.offload.mover import MAX_SLOTS
 from fusco.offload.settings import LINK_LIMITS
@@ -52,10 +53,6 @@ class OffloadRecord(Measurement):
     hardware: dict[str, str | int | float] = field(default_factory=lambda: hardware("cuda"), kw_only=True)
 
 
-Show = Callable[[OffloadRecord], None]
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
 class Memory:
     """The largest pair of tensors on one GPU and in pinned host memory; smaller ones are parts of it."""
 
@@ -79,11 +76,15 @@ class Memory:
         if not torch.equal(pinned, tensor.cpu()) or not torch.equal(back, tensor):
             raise FuscoError(f"{num_bytes:,} bytes did not arrive as they were on GPU {self.device}")
 
-    def plain_gbs(self, case: str, num_bytes: int) -> float:
-        """Return the GB/s of one ``cudaMemcpyAsync``."""
+    def copy_plainly(self, case: str, num_bytes: int) -> None:
+        """Enqueue one ``cudaMemcpyAsync``."""
         tensor, pinned = self.of(num_bytes)
         source, to = (tensor, pinned) if case == "to host" else (pinned, tensor)
-        return num_bytes / 1e9 / _seconds(lambda: to.copy_(source, non_blocking=True))
+        to.copy_(source, non_blocking=True)
+
+    def plain_gbs(self, case: str, num_bytes: int) -> float:
+        """Return the GB/s of one ``cudaMemcpyAsync``."""
+        return num_bytes / 1e9 / _seconds(lambda: self.copy_plainly(case, num_bytes))
 
     def gbs(self, case: str, num_bytes: int, copier: Copier) -> float:
         """Return the GB/s of a copy by a copier."""
@@ -110,23 +111,23 @@ def with_chunks(settings: OffloadSettings, launch_bytes: int) -> OffloadSettings
     return replace(settings, limits=Limits(chunk_bytes=launch_bytes, batch=1, **depths))
 
 
-def measure_sizes(show: Show, sizes: Sequence[int], memory: Memory) -> None:
+def measure_sizes(sizes: Sequence[int], memory: Memory) -> Iterator[OffloadRecord]:
     """Compare copies as they are by default with ``cudaMemcpyAsync``, by size."""
     start = time.perf_counter()
     with Copier(memory.device, OffloadSettings()) as copier:
         opening_ms = 1e3 * (time.perf_counter() - start)
         held = sum(relay.held_bytes for relay in copier.relays)
         costs = {"opening ms": round(opening_ms), "MiB on relays": round(held / MB), "relays": len(copier.relays)}
-        show(OffloadRecord("costs", copier.reason or "opening", "default", 0, 0, {**costs}))
+        yield OffloadRecord("costs", copier.reason or "opening", "default", 0, 0, {**costs})
         memory.verify(copier, max(sizes))
         launch_bytes = LINK_LIMITS.batch * LINK_LIMITS.chunk_bytes
         for case in _DIRECTIONS:
             for num_bytes in sizes:
                 results = _compared(memory.plain_gbs(case, num_bytes), memory.gbs(case, num_bytes, copier))
-                show(OffloadRecord("sizes", case, "default", num_bytes, launch_bytes, results))
+                yield OffloadRecord("sizes", case, "default", num_bytes, launch_bytes, results)
 
 
-def measure_variants(show: Show, memory: Memory, num_bytes: int) -> None:
+def measure_variants(memory: Memory, num_bytes: int) -> Iterator[OffloadRecord]:
     """Measure D1 to D4 by the size of a launch."""
     plain = {case: memory.plain_gbs(case, num_bytes) for case in _DIRECTIONS}
     for name, base in VARIANTS.items():
@@ -137,51 +138,49 @@ def measure_variants(show: Show, memory: Memory, num_bytes: int) -> None:
                 for case in _DIRECTIONS:
                     gbs = memory.gbs(case, num_bytes, copier)
                     results |= {f"{case} GB/s": round(gbs, 2), f"{case} / one link": round(gbs / plain[case], 3)}
-            show(OffloadRecord("variants", "the other GPU is idle", name, num_bytes, launch_bytes, results))
+            yield OffloadRecord("variants", "the other GPU is idle", name, num_bytes, launch_bytes, results)
 
 
-def measure_both_busy(show: Show, memories: Sequence[Memory], num_bytes: int) -> None:
+def measure_both_busy(memories: Sequence[Memory], num_bytes: int) -> Iterator[OffloadRecord]:
     """Two GPUs of this process copy at the same time; each may borrow the other's link when it is idle."""
-    pairs = [memory.of(num_bytes) for memory in memories]
-    for case, copy in _DIRECTIONS.items():
-        plain = num_bytes / 1e9 / _seconds(partial(_copy_plainly, pairs, case))
+    for case in _DIRECTIONS:
+        plain = num_bytes / 1e9 / _seconds(partial(_copy_plainly, memories, case, num_bytes))
         with ExitStack() as ending:
             copiers = [ending.enter_context(Copier(memory.device)) for memory in memories]
-            gbs = num_bytes / 1e9 / _seconds(partial(_copy_all, copy, pairs, copiers))
-        show(OffloadRecord("both busy", f"{case}, each GPU", "default", num_bytes, 0, _compared(plain, gbs)))
+            gbs = num_bytes / 1e9 / _seconds(partial(_copy_all, memories, case, num_bytes, copiers))
+        yield OffloadRecord("both busy", f"{case}, each GPU", "default", num_bytes, 0, _compared(plain, gbs))
 
 
 def _compared(plain: float, gbs: float) -> dict[str, float]:
     return {"cudaMemcpyAsync GB/s": round(plain, 2), "GB/s": round(gbs, 2), "ratio": round(gbs / plain, 3)}
 
 
-def _copy_plainly(pairs: Sequence[Pair], case: str) -> None:
-    for tensor, pinned in pairs:
-        source, to = (tensor, pinned) if case == "to host" else (pinned, tensor)
-        to.copy_(source, non_blocking=True)
-    torch.cuda.synchronize(pairs[-1][0].device)
+def _copy_plainly(memories: Sequence[Memory], case: str, num_bytes: int) -> None:
+    for memory in memories:
+        memory.copy_plainly(case, num_bytes)
+    torch.cuda.synchronize(memories[-1].device)
 
 
-def _copy_all(copy: Callable[..., Copy], pairs: Sequence[Pair], copiers: Sequence[Copier]) -> None:
-    copies = [copy(*pair, copier=copier) for pair, copier in zip(pairs, copiers, strict=True)]
-    for each in copies:
-        each.synchronize()
+def _copy_all(memories: Sequence[Memory], case: str, num_bytes: int, copiers: Sequence[Copier]) -> None:
+    begun = zip(memories, copiers, strict=True)
+    for copy in [_DIRECTIONS[case](*memory.of(num_bytes), copier=copier) for memory, copier in begun]:
+        copy.synchronize()
 
 
-def measure_owner(show: Show, memory: Memory, owner: Owner, burst_bytes: int, long_bytes: int) -> None:
+def measure_owner(memory: Memory, owner: Worker, burst_bytes: int, long_bytes: int) -> Iterator[OffloadRecord]:
     """A GPU copies all the time over both links; another process owns the other one and copies bursts now and then."""
     tensor, pinned = memory.of(long_bytes)
     for uses in ("fusco", "cudaMemcpyAsync"):
-        alone = owner.bursts(burst_bytes, uses)
+        alone = owner.call(Peer.bursts, burst_bytes, uses)
         with Copier(memory.device, OffloadSettings()) as copier:
             copy_to_host(tensor, pinned, copier=copier).synchronize()
-            owner.begin(burst_bytes, uses)
+            owner.begin(Peer.bursts, burst_bytes, uses)
             start, num_bytes = time.perf_counter(), 0
             while not owner.is_done():
                 copy_to_host(tensor, pinned, copier=copier).synchronize()
                 num_bytes += long_bytes
             gbs = num_bytes / 1e9 / (time.perf_counter() - start)
-            with_borrower = owner.end()
+            with_borrower = owner.result()
         speed = [burst_bytes / 1e9 / median(times) for times in (alone, with_borrower)]
         slowest = burst_bytes / 1e9 / max(with_borrower)
         results = {
@@ -192,22 +191,22 @@ def measure_owner(show: Show, memory: Memory, owner: Owner, burst_bytes: int, lo
             "borrower GB/s": round(gbs, 2),
         }
         case = f"bursts of {1e3 * burst_bytes / 1e9 / speed[0]:.1f} ms, by {uses}"
-        show(OffloadRecord("owner comes back", case, "default", burst_bytes, 0, results))
+        yield OffloadRecord("owner comes back", case, "default", burst_bytes, 0, results)
 
 
-def measure_memory(show: Show, memory: Memory, owner: Owner) -> None:
+def measure_memory(memory: Memory, owner: Worker) -> Iterator[OffloadRecord]:
     """PyTorch in another process fills the relay GPU: what copies hold there is given back, and taken again later."""
     tensor, pinned = memory.of(256 * MB)
     with Copier(memory.device) as copier:
         relay, links = copier.relays[0], nvml_links()
         held = relay.held_bytes
         copy = copy_to_host(tensor, pinned, copier=copier)
-        owner.fill(1024 * MB)
+        owner.call(Peer.fill, 1024 * MB)
         seconds = _wait_until(lambda: bool(copier.reason), 3)
         copy.synchronize()
         low = links.free_bytes(relay.link)
         own = memory.gbs("to host", 256 * MB, copier)
-        owner.fill(-1)
+        owner.call(Peer.fill, -1)
         _wait_until(lambda: not copier.reason, 6)
         again = memory.gbs("to host", 256 * MB, copier)
         memory.verify(copier, 64 * MB)
@@ -219,7 +218,7 @@ def measure_memory(show: Show, memory: Memory, owner: Owner) -> None:
         "GB/s without": round(own, 2),
         "taken again": round(again, 2),
     }
-    show(OffloadRecord("memory", "PyTorch fills the relay", "default", 256 * MB, 0, results))
+    yield OffloadRecord("memory", "PyTorch fills the relay", "default", 256 * MB, 0, results)
 
 
 def _wait_until(holds: Callable[[], bool], limit_s: float) -> float:
@@ -232,23 +231,28 @@ def _wait_until(holds: Callable[[], bool], limit_s: float) -> float:
     return time.perf_counter() - start
 
 
-def run(show: Show, names: Sequence[str]) -> None:
-    """Run benchmarks by name on GPU 0, with GPU 1 as the other; with one GPU only ``sizes``, of its own link."""
+def run(names: Sequence[str]) -> Generator[OffloadRecord, None, None]:
+    """Run benchmarks by name on GPU 0, with GPU 1 as the other; with one GPU only ``sizes``, of its own link.
+
+    Records are yielded as soon as they are there.
+    """
     largest = max(SIZES)
     memory = Memory(0, max(largest, _BURST_BYTES))
     has_other = torch.cuda.device_count() > 1
     with ExitStack() as ending:
-        owner = ending.enter_context(Owner(1, _BURST_BYTES)) if has_other and {"owner", "memory"} & set(names) else None
+        owner = None
+        if has_other and {"owner", "memory"} & set(names):
+            owner = ending.enter_context(Worker("the process that owns GPU 1", "spawn", Peer, 1, _BURST_BYTES))
         if "sizes" in names:
-            measure_sizes(show, SIZES, memory)
+            yield from measure_sizes(SIZES, memory)
         if not has_other:
             return
         if owner and "memory" in names:
-            measure_memory(show, memory, owner)
+            yield from measure_memory(memory, owner)
         if owner and "owner" in names:
-            measure_owner(show, memory, owner, _BURST_BYTES, largest)
+            yield from measure_owner(memory, owner, _BURST_BYTES, largest)
         ending.close()
         if "both-busy" in names:
-            measure_both_busy(show, [memory, Memory(1, largest)], largest)
+            yield from measure_both_busy([memory, Memory(1, largest)], largest)
         if "variants" in names:
-            measure_variants(show, memory, 256 * MB)
+            yield from measure_variants(memory, 256 * MB)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fusco.bench.baseline import weighted_sum
 from fusco.bench.traffic import Workload
-from fusco.planner.routing import Routing
+from fusco.core.profile import CallProfile
 
 _NUM_SMS = 64  # of 16, 24, 64 and 128, nearly the fastest on 2 and on 4 H200; its default of 20 is for overlap
 _NVLINK_BUFFER_BYTES = 10**9
@@ -39,6 +39,7 @@ class BufferHandle:
 class PeerShuffle(AbstractContextManager[Any]):
     """A buffer of DeepEP's, which the end of a ``with`` block releases on all ranks; not after an error on one."""
 
+    profile = CallProfile()  # its calls have none
     _buffer: Any
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -56,14 +57,16 @@ class BufferShuffle(PeerShuffle):
         self._num_experts, self._num_local = num_experts, num_experts // group.size()
         self._id_dtype = _id_dtype(deep_ep)
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sequence[int], BufferHandle]:
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, Sequence[int], BufferHandle]:
         """Return expert-major rows, the rows of each local expert, and a handle."""
-        ids = routing.topk_idx.to(self._id_dtype)
+        ids = topk_idx.to(self._id_dtype)
         per_rank, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(ids, self._num_experts)
         received, local_ids, weights, counts, handle, _ = self._buffer.dispatch(
             x,
             topk_idx=ids,
-            topk_weights=routing.topk_weights,
+            topk_weights=topk_weights,
             num_tokens_per_rank=per_rank,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
@@ -95,12 +98,14 @@ class ElasticBufferShuffle(PeerShuffle):
         self._num_experts, self._num_sms = workload.placement.num_experts, num_sms or _NUM_SMS
         self._id_dtype = _id_dtype(deep_ep)
 
-    def dispatch(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Sequence[int], Any]:
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, Sequence[int], Any]:
         """Return expert-major rows, the rows of each local expert, and a handle."""
         rows, _, weights, handle, _ = self._buffer.dispatch(
             x,
-            topk_idx=routing.topk_idx.to(self._id_dtype),
-            topk_weights=routing.topk_weights,
+            topk_idx=topk_idx.to(self._id_dtype),
+            topk_weights=topk_weights,
             num_experts=self._num_experts,
             num_sms=self._num_sms,
             do_cpu_sync=True,

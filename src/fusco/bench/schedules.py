@@ -21,7 +21,7 @@ FAST_US = {4: 3.4, 8: 50.0, 12: 330.0, 16: 1242.0, 24: 6685.0, 40: 56_000.0}
 
 NUM_NODES = (2, 4, 8, 12, 16, 24, 32, 40, 64, 128)
 
-_MODES: dict[str, Callable[[IntArray], Stages]] = {
+MODES: dict[str, Callable[[IntArray], Stages]] = {
     "exact": decompose,
     "few": partial(decompose, mode="few"),
     "spread-out": spread_out,
@@ -48,11 +48,6 @@ class ScheduleRecord(Measurement):
     fast_us: float | None
 
 
-def num_steps(num_nodes: Sequence[int]) -> int:
-    """Return how many measurements ``measure_schedules`` makes."""
-    return len(num_nodes) * len(_MODES)
-
-
 def measure_schedules(num_nodes: Sequence[int], num_draws: int, seed: int) -> Iterator[ScheduleRecord]:
     """Run every mode on the same draws: off-diagonal entries uniform in 1..100,000.
 
@@ -61,12 +56,12 @@ def measure_schedules(num_nodes: Sequence[int], num_draws: int, seed: int) -> It
     """
     warm_up()
     for size in num_nodes:
-        for mode in _MODES:
+        for mode in MODES:
             yield _measure(mode, size, num_draws, seed)
 
 
 def _measure(mode: str, num_nodes: int, num_draws: int, seed: int) -> ScheduleRecord:
-    schedule = _MODES[mode]
+    schedule = MODES[mode]
     matrices = [make_matrix("random", num_nodes, seed=seed * num_draws + draw) for draw in range(num_draws)]
     schedule(matrices[0])
     microseconds, num_stages, ratios = [], [], []
@@ -129,7 +124,7 @@ def compare_modes(matrix: IntArray, name: str, ranks_per_node: int, links: Links
     Stages are as they are executed: those of ``decompose`` in ascending order of length.
     """
     bound, chosen = lower_bound_bytes(matrix), choose_mode(matrix, ranks_per_node, links)
-    mode_to_stages = {mode: schedule(matrix) for mode, schedule in _MODES.items()}
+    mode_to_stages = {mode: schedule(matrix) for mode, schedule in MODES.items()}
     mode_to_stages |= {mode: mode_to_stages[mode].shortest_first() for mode in ("exact", "few")}
     return [
         ModeRecord(

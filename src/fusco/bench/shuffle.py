@@ -45,7 +45,8 @@ class RankResult:
 def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
     rank = dist.get_rank(group)
-    progress = ProgressReporter(rank, progress_port)
+    num_steps = sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
+    progress = ProgressReporter(rank, progress_port, num_steps)
     links, results = measure_links(group, run.topology), []
     with ShuffleFactory(group, run) as factory:
         for workload in run.workloads:
@@ -62,11 +63,6 @@ def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | Non
                 progress.advance()
             results.append(result)
     return results
-
-
-def num_steps(run: ShuffleRun) -> int:
-    """Return how many steps ``run_rank`` reports: one for verifying each variant, one for each iteration."""
-    return sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
 
 
 def _num_warm_ups(workload: Workload) -> int:

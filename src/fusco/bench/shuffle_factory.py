@@ -71,8 +71,7 @@ class ShuffleFactory(ExitStack):
         super().__init__()
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
-        self._communicators: dict[tuple[str, int], Communicator] = {}
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[object, Any] = {}
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -84,8 +83,9 @@ class ShuffleFactory(ExitStack):
         """Return a communicator with the run's balancer and number of tokens, unless others are given."""
         run, shape = self.run, self.run.shape
         key = (balancer or run.balancer, max_tokens or shape.tokens)
-        if key not in self._communicators:
-            comm = Communicator(
+
+        def make() -> Communicator:
+            return Communicator(
                 self.group,
                 num_experts=shape.placement.num_experts,
                 num_topk=shape.num_topk,
@@ -97,14 +97,14 @@ class ShuffleFactory(ExitStack):
                 settings=run.settings,
                 device=run.device,
             )
-            self._communicators[key] = self.enter_context(comm)
-        return self._communicators[key]
 
-    def keep(self, variant: str, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
-        """Return what ``make`` makes for this variant's first workload; it serves those that follow, too."""
-        if variant not in self._kept:
-            self._kept[variant] = self.enter_context(make())
-        kept: _Kept = self._kept[variant]
+        return self.keep(key, make)
+
+    def keep(self, key: object, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
+        """Return what ``make`` has made for the first workload that asked for this; it serves those that follow."""
+        if key not in self._kept:
+            self._kept[key] = self.enter_context(make())
+        kept: _Kept = self._kept[key]
         return kept
 
     def by_communicator(
@@ -137,35 +137,33 @@ class ShuffleFactory(ExitStack):
         return max(1, *map(num_copies, self.run.workloads))
 
 
+def _explicit(shuffle: Any, rank: RankInput, **traits: Any) -> Shuffle:
+    """Return a variant whose ``dispatch`` is given rows and routing."""
+    arguments = (rank.x, rank.routing.topk_idx, rank.routing.topk_weights)
+    return Shuffle(lambda: shuffle.dispatch(*arguments), shuffle.combine, lambda: shuffle.profile, **traits)
+
+
 def _baseline(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    baseline = BaselineShuffle(factory.group, rank.workload.placement, rank.workload.topology, rank.x.device)
-    return Shuffle(_of_routing(baseline, rank), baseline.combine, lambda: baseline.profile)
+    load = rank.workload
+    return _explicit(BaselineShuffle(factory.group, load.placement, load.topology, rank.x.device), rank)
 
 
 def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     balancer = BALANCERS[balancer_of("no-engine", factory.run.balancer, factory.run.device)]
-    explicit = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
-    dispatch = _of_routing(explicit, rank)
-    return Shuffle(dispatch, explicit.combine, lambda: explicit.profile, num_roundings=_PARTS_OF_RANKS)
+    shuffle = NoEngineShuffle(factory.group, rank.workload.placement, rank.workload.topology, balancer)
+    return _explicit(shuffle, rank, num_roundings=_PARTS_OF_RANKS)
 
 
 def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     num_experts, num_sms = rank.workload.placement.num_experts, factory.run.num_sms
-    shuffle = factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms))
-    return Shuffle(lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine)
+    return _explicit(factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms)), rank)
 
 
 def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     group, num_sms = factory.group, factory.run.num_sms
     shuffle = factory.keep("deep_ep_v2", lambda: ElasticBufferShuffle(group, rank.workload, num_sms))
     # A product with a weight is rounded before parts of a sum are.
-    return Shuffle(
-        lambda: shuffle.dispatch(rank.x, rank.routing), shuffle.combine, num_roundings=_PARTS_OF_RANKS, is_ordered=False
-    )
-
-
-def _of_routing(shuffle: Any, rank: RankInput) -> Callable[[], Sent]:
-    return lambda: shuffle.dispatch(rank.x, rank.routing.topk_idx, rank.routing.topk_weights)
+    return _explicit(shuffle, rank, num_roundings=_PARTS_OF_RANKS, is_ordered=False)
 
 
 def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:

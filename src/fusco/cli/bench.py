@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fusco.bench import names
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
@@ -34,7 +35,6 @@ def balancers(
 ) -> None:
     """Compare balancers on the loads of many draws: how far the busiest rank is from the bound, and the time."""
     from fusco.bench.balancers import compare_balancers
-    from fusco.bench.json_lines import write_json_lines
 
     records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
     ratios = ("busiest sender", "busiest receiver", "busiest")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
-from fusco.bench.names import ExchangeMatrix, Pattern
+from fusco.bench.json_lines import write_json_lines
+from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import PlaceOptions
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.alltoall import ExchangeRecord, ExchangeResult, ExchangeRun
     from fusco.bench.links import LinkPeaks
     from fusco.bench.traffic import Workload
-    from fusco.core.topology import Topology
 
 
 @with_groups
@@ -56,7 +56,6 @@ def alltoall(
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
     from fusco.bench.alltoall import ExchangeRun, summarize
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -78,7 +77,7 @@ def alltoall(
             ),
             topology=topology,
             bytes_per_rank=bytes_per_rank,
-            skew=skew,
+            skew=skew if kind == "zipf" else 0.0,
             seed=routing.seed,
             mode=None if schedule == "auto" else schedule,
             settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
@@ -110,7 +109,7 @@ def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
     num_experts, world_size = routing.num_experts, topology.world_size
     owners = [expert * world_size // num_experts for expert in range(num_experts)]
     return Workload(
-        pattern=Pattern.TRACE,
+        pattern="trace",
         topology=topology,
         placement=ExpertPlacement.explicit(owners, world_size),
         tokens=routing.tokens,
@@ -124,7 +123,7 @@ def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
 def _run(
     runs: Sequence[ExchangeRun], num_iterations: int, console: Console
 ) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
-    from fusco.bench.alltoall import VARIANTS, num_steps, run_rank
+    from fusco.bench.alltoall import VARIANTS, run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
@@ -137,7 +136,6 @@ def _run(
         run_rank,
         (runs, num_iterations),
         num_ranks,
-        num_steps(len(runs), num_iterations),
         console,
         device=run.device,
         topology=run.topology,

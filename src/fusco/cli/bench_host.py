@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
     from fusco.bench.host import HostRecord
@@ -32,12 +34,12 @@ def host(
 ) -> None:
     """Time a dispatch and a combine on the host: exactly sized and into static rows, with a budget by step.
 
+    Also a dispatch along a handle, and a combine_all of rows and a weight for each of their k.
+
     With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
     from a run of their own, and include the clocks that are read around each.
     """
     from fusco.bench.host import HostRun, measure_host, records_of
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.core.topology import Topology
 
     console, records = new_console(json), []
     on = "cuda" if device == "cuda" else "cpu"
@@ -59,7 +61,7 @@ def host(
         )
         check_room("rows (--tokens, --hidden)", 2 * tokens * hidden, num_ranks)
         topology = Topology.of_equal_nodes(num_ranks, num_ranks // nodes)
-        measured = run_on_ranks(measure_host, (run,), num_ranks, 1, console, device=on, topology=topology)
+        measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
         console.print(_table(records))
@@ -75,9 +77,9 @@ def _table(records: list[HostRecord]) -> Table:
     )
     columns = ("", *(f"{record.variant}\n{_ranks(record)}" for record in records))
     table = new_table(title, columns, [describe_origin(one, 1)])
-    for name in ("dispatch", "combine", "pair"):
+    for name in ("dispatch", "combine", "pair", "dispatch_again", "combine_all"):
         cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
-        table.add_row(name, *cells, end_section=name == "pair")
+        table.add_row(name, *cells, end_section=name in ("pair", "combine_all"))
     for step in (step for step in one.step_us if any(record.step_us[step] for record in records)):
         table.add_row(step, *(f"{record.step_us[step]:.1f}" for record in records))
     return table

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.running import new_console
+from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fusco.bench.offload import OffloadRecord
 
 _MB = 1 << 20
@@ -27,41 +27,31 @@ def offload(
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Copy between a GPU and pinned host memory, verified, beside cudaMemcpyAsync; GPU 1 is the idle one.
+    """Copy between a GPU and pinned host memory, verified, compared with cudaMemcpyAsync; GPU 1 is the idle one.
 
     Variants are those of FuseLink's Figure 6. Over the other GPU's link, its buffer is filled by threads (D1) or by a
     copy engine (D2); over the GPU's own link, threads (D3) or a copy engine (D4) write to host memory.
     """
     import torch
 
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.offload import BENCHMARKS, run
 
     names = options.choose_names(only, list(BENCHMARKS), "only")
     if not torch.cuda.is_available():
         raise ValueError("this machine has no GPU that PyTorch can use")
     console = new_console(json)
-    records: list[OffloadRecord] = []
-    with console.status("starting") as status:
-
-        def show(record: OffloadRecord) -> None:
-            records.append(record)
-            status.update(escape(f"{record.benchmark}: {record.case}, {record.variant}"))
-
-        run(show, names)
-    show_records(records, console)
+    records = collect(run(names), console)
+    for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
+        console.print(_table(list(group)))
+    console.print(describe_origin(records[0], 1))
     write_json_lines(records, json)
 
 
-def show_records(records: list[OffloadRecord], console: Console) -> None:
-    """Print a table for each benchmark."""
-    for (benchmark, _), group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
-        rows = list(group)
-        columns = ("case", "variant", "MiB", "launch MiB", *rows[0].results)
-        table = new_table(benchmark, columns, left=("case", "variant"))
-        for record in rows:
-            sizes = (f"{each / _MB:g}" if each else "" for each in (record.num_bytes, record.chunk_bytes))
-            values = (f"{value:g}" for value in record.results.values())
-            table.add_row(escape(record.case), record.variant, *sizes, *values)
-        console.print(table)
-    console.print(describe_origin(records[0], 1))
+def _table(records: list[OffloadRecord]) -> Table:
+    columns = ("case", "variant", "MiB", "launch MiB", *records[0].results)
+    table = new_table(records[0].benchmark, columns, left=("case", "variant"))
+    for record in records:
+        sizes = (f"{each / _MB:g}" if each else "" for each in (record.num_bytes, record.chunk_bytes))
+        values = (f"{value:g}" for value in record.results.values())
+        table.add_row(escape(record.case), record.variant, *sizes, *values)
+    return table

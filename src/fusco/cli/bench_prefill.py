@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
@@ -18,13 +20,11 @@ from fusco.cli.running import absolute, check_room, new_console, num_devices, ru
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from fusco.bench.prefill.job import PrefillJob
     from fusco.bench.prefill.records import PrefillRecord
-    from fusco.core.topology import Topology
 
 
 @with_groups
@@ -72,7 +72,6 @@ def prefill(
     On GPUs: fusco bench prefill --device cuda --layers 24
     """
     check_fsdp("fusco bench prefill")
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.prefill import records as results
     from fusco.bench.prefill.job import TINY, PrefillJob
     from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -136,7 +135,7 @@ def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tu
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
     """Run the job; problems of the machine raise before any process starts."""
-    from fusco.bench.prefill.rank import num_steps, prefill_rank
+    from fusco.bench.prefill.rank import prefill_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     if job.device == "cpu":
@@ -145,7 +144,6 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
         prefill_rank,
         (job, absolute(json)),
         job.num_ranks,
-        num_steps(job),
         console,
         device=job.device,
         topology=_hosts(job),
@@ -156,8 +154,6 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
 
 def _hosts(job: PrefillJob) -> Topology:
     """Return which ranks NCCL must take for those of one host: of one node, but it refuses ranks that share a GPU."""
-    from fusco.core.topology import Topology
-
     has_shared = job.num_ranks > num_devices(job.device)
     return Topology.of_equal_nodes(job.num_ranks, 1 if has_shared else job.ranks_per_node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.running import new_console
+from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.rails.record import RailsRecord
 
 _MAX_SECONDS = 600.0
@@ -45,7 +45,6 @@ def rails(
     Each benchmark is the analogue of a figure or table of FuseLink (OSDI 2025) and says of which. Hosts are network
     namespaces of this machine, which the processors of this machine must be able to feed: 4 rails of 2gbit need one.
     """
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.rails.crew import VARIANTS
     from fusco.bench.rails.suite import BENCHMARKS, run_suite
     from fusco.rails import POLICIES
@@ -53,14 +52,7 @@ def rails(
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
-    records: list[RailsRecord] = []
-    with console.status("starting") as status:
-
-        def show(record: RailsRecord) -> None:
-            records.append(record)
-            status.update(escape(f"{record.benchmark}: {record.case}, {record.policy}"))
-
-        run_suite(names, policies, (num_rails, rate), seconds, show)
+    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console)
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,12 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.schedules import ScheduleRecord
 
 
@@ -31,11 +31,10 @@ def schedule(
 
     One call from Python each, on one core; every schedule is verified. Exit code 1 if one is wrong.
     """
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.bench.schedules import NUM_NODES, measure_schedules, num_steps
+    from fusco.bench.schedules import MODES, NUM_NODES, measure_schedules
 
     console, sizes = new_console(json), nodes or NUM_NODES
-    total, measuring = num_steps(sizes), measure_schedules(sizes, draws, seed)
+    total, measuring = len(sizes) * len(MODES), measure_schedules(sizes, draws, seed)
     # Refreshed between measurements only: a thread that refreshes would disturb them.
     records = list(track(measuring, "measuring", total, auto_refresh=False, console=console, transient=True))
     console.print(_table(records))

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
+from rich.console import Console
 
 from fusco.bench import names
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
+from fusco.core.timeline import write_chrome_trace
+from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rich.console import Console
-
     from fusco.bench.device_results import DeviceRecord, InternodeRecord
     from fusco.bench.device_shuffle import DeviceResult
     from fusco.bench.results import ShuffleRecord
     from fusco.bench.shuffle_run import ShuffleRun
 
     Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Result of a run: each rank's measurements, their records, and the function that prints those of a workload."""
-
-    ranks: Sequence[Any]
-    records: Records
-    show: Callable[..., None]
 
 
 def _defaults(device: str, num_nodes: int) -> str:
@@ -47,7 +38,7 @@ def _defaults(device: str, num_nodes: int) -> str:
 def shuffle(
     *,
     place: PlaceOptions,
-    traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    traffic: options.Patterns = ("trace",),  # type: ignore[assignment]  # typer makes a list of it
     workload: options.WorkloadOptions,
     batches: options.Batches = 1,
     balancer: Annotated[
@@ -90,21 +81,20 @@ def shuffle(
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Time dispatch and combine of fusco and of the disaggregated baseline in one run.
+    """Compare fusco with all_to_all_single and index_select: verify, then time dispatch and combine.
 
     Ranks are processes of this machine, on CUDA one for each GPU, that emulate the given nodes; or, under torchrun,
     its ranks. On a testbed (--testbed) they have a host and a network, whose rate the results are compared with. Every
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.shuffle_run import ShuffleRun
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.planner.balancer import DEFAULT_BALANCERS
 
     topology, device = place.topology(), place.device
-    patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
+    patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
@@ -127,18 +117,18 @@ def shuffle(
     _check_timeline(run)
     place.run_there((warm_up_cpu,))
     console = new_console(json)
-    measured = _run_on_devices(run, console) if device == "cuda" else _run_on_cpus(run, console)
-    if measured is None:
+    ranks = _run(run, console)
+    if ranks is None:
         return  # rank 0 of the launched job has the results
-    records = measured.records
+    records, show = _summarize(run, ranks)
     for _, of_workload in groupby(records, key=lambda record: record.traffic):
-        measured.show(list(of_workload), console)
+        show(list(of_workload), console)
     for record in records:
         for error in record.errors:
             console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
     write_json_lines(records, json)
     if timeline:
-        _write_timelines(run, measured.ranks, timeline)
+        _write_timelines(run, ranks, timeline)
     if not all(record.is_right for record in records):
         raise typer.Exit(1)
 
@@ -152,53 +142,42 @@ def _check_timeline(run: ShuffleRun) -> None:
         raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
 
 
-def _run_on_cpus(run: ShuffleRun, console: Console) -> _Measured | None:
-    from fusco.bench.results import summarize
-    from fusco.bench.shuffle import num_steps, run_rank
+def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
+    """Return each rank's measurements; problems of the machine raise before any process starts."""
+    num_ranks = run.topology.world_size
+    if run.device == "cuda":
+        from fusco.bench.device_shuffle import run_device_rank
+
+        return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
+    from fusco.bench.shuffle import run_rank
     from fusco.bench.traffic import world_bytes
-    from fusco.cli.cpu_tables import print_cpu_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
-    num_ranks = run.topology.world_size
-    check_room(
-        "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,",
-        world_bytes(run.shape),
-        num_ranks,
-    )
-    ranks = run_on_ranks(run_rank, (run,), num_ranks, num_steps(run), console, prepare=(warm_up_cpu,))
-    return None if ranks is None else _Measured(ranks, summarize(run, ranks), print_cpu_records)
+    what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
+    check_room(what, world_bytes(run.shape), num_ranks)
+    return run_on_ranks(run_rank, (run,), num_ranks, console, prepare=(warm_up_cpu,))
 
 
-def _run_on_devices(run: ShuffleRun, console: Console) -> _Measured | None:
+def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:
+    """Return the records of a run, and the function that prints those of a workload."""
     from fusco.bench.device_results import summarize_device, summarize_internode
-    from fusco.bench.device_shuffle import num_device_steps, run_device_rank
-    from fusco.cli.device_tables import print_device_records, print_internode_records
-    from fusco.ranks.emulation import describe_emulation
+    from fusco.bench.results import summarize
+    from fusco.cli import shuffle_tables as tables
     from fusco.ranks.torchrun import launched
 
-    ranks = run_on_ranks(
-        run_device_rank,
-        (run,),
-        run.topology.world_size,
-        num_device_steps(run),
-        console,
-        device="cuda",
-        topology=run.topology,
-    )
-    if ranks is None:
-        return None
+    if run.device == "cpu":
+        return summarize(run, ranks), tables.print_cpu_records
     if not run.has_nodes:
-        return _Measured(ranks, summarize_device(run, ranks), print_device_records)
+        return summarize_device(run, ranks), tables.print_device_records
     emulation = "" if launched() else describe_emulation(run.topology, os.environ)
-    return _Measured(ranks, summarize_internode(run, ranks, emulation), print_internode_records)
+    return summarize_internode(run, ranks, emulation), tables.print_internode_records
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
-    from fusco.core.timeline import write_chrome_trace
 
     for i, workload in enumerate(run.workloads):
-        traffic = workload.pattern.value
+        traffic = workload.pattern
         target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
         about = {
             "what": f"one dispatch and combine of {recorded_variant(run.variants)}",

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
 from fusco.bench import names
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.prompts import Batch
     from fusco.bench.traffic import Workload
-    from fusco.core.topology import Topology
 
 
 Device = Literal["cpu", "cuda"]
@@ -82,7 +81,7 @@ Patterns = Annotated[
     list[str],
     typer.Option(
         "--traffic",
-        metavar="[" + "|".join(names.Pattern) + "],...",
+        metavar="[" + "|".join(get_args(names.Pattern)) + "],...",
         help="Traffic patterns (FUSCO, section 5.2); several with commas, or repeated, run on the same ranks.",
     ),
 ]
@@ -138,7 +137,7 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
         raise ValueError(f"--{option} needs at least one name")
     for name in names:
         if allowed and name not in allowed:
-            raise ValueError(f"{option} {name!r} is none of {', '.join(allowed)}")
+            raise ValueError(f"{option} {name!r} is not one of {', '.join(allowed)}")
     return list(dict.fromkeys(names))
 
 
@@ -173,7 +172,7 @@ class WorkloadOptions(RoutingOptions):
     ) -> tuple[Workload, ...]:
         """Return a workload for each pattern, and batch of a prefill; ``ValueError`` if options do not fit together."""
         if not set(patterns) & set(names.REPLAYED):
-            self.check_no_trace("--traffic", [pattern.value for pattern in patterns])
+            self.check_no_trace("--traffic", patterns)
         world_size = topology.world_size
         if self.num_experts % world_size:
             raise ValueError(
@@ -191,8 +190,8 @@ class WorkloadOptions(RoutingOptions):
 
         world_size, is_replayed = topology.world_size, pattern in names.REPLAYED
         batches: list[Any] = [None]
-        if pattern in (names.Pattern.ONE_PROMPT, names.Pattern.RAGGED):
-            batches = draw_batches(pattern.value, num_batches, self.tokens, world_size, self.seed)
+        if pattern in get_args(names.Prefill):
+            batches = draw_batches(cast("names.Prefill", pattern), num_batches, self.tokens, world_size, self.seed)
         return [
             Workload(
                 pattern=pattern,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from fusco.bench import names
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
+from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rich.table import Table
-
     from fusco.bench.explain import PlanRecord, RankLoad, ShuffleRecord
 
 _OF_BOTH, _OF_SHUFFLE = ("--nodes", "--ranks-per-node", "--seed", "--json"), ("--shuffle", "--bytes-per-rank", "--skew")
@@ -29,7 +29,7 @@ def plan(
     *,
     nodes: options.Nodes = 2,
     ranks_per_node: options.RanksPerNode = 4,
-    traffic: options.Pattern = names.Pattern.IMBALANCED,
+    traffic: options.Pattern = "imbalanced",
     workload: options.WorkloadOptions,
     balancer: options.Balancer = "lanes",
     shuffle: Annotated[
@@ -49,9 +49,7 @@ def plan(
     Pure computation: nothing is sent, and no other process is started.
     """
     from fusco.bench.explain import explain, explain_shuffle
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import make_rank_bytes
-    from fusco.core.topology import Topology
     from fusco.cpu.layout import SLICE_BYTES
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.live import Live
 from rich.table import Table
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
-
-if TYPE_CHECKING:
-    from fusco.rails.usage import RailUse
+from fusco.core.errors import SharedMemoryError
+from fusco.rails.usage import RailUse, UsageReader
 
 
 def _check_board(path: Path | None) -> Path | None:
-    """Refuse a file that is no board: an empty one would be made a board, and removed at the end."""
+    """Refuse a file that is not a board: an empty one would be made a board, and removed at the end."""
     if path and not path.stat().st_size:
-        raise typer.BadParameter("it is empty, and no board of rails")
+        raise typer.BadParameter("it is empty, and not a board of rails")
     return path
 
 
@@ -47,10 +47,6 @@ def rails(
 
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
     """
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.core.errors import SharedMemoryError
-    from fusco.rails.usage import UsageReader
-
     if links:
         from fusco.offload.links import links_board
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
+from fusco.core.memory_size import available_memory_bytes
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fusco.core.topology import Topology
+    from fusco.bench.offload import OffloadRecord
+    from fusco.bench.rails.record import RailsRecord
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
+_CaseRecord = TypeVar("_CaseRecord", "OffloadRecord", "RailsRecord")
 
 
 _LOG_WIDTH = 150  # columns of a table in a log
@@ -42,6 +48,16 @@ def new_console(json: Path | None = None) -> Console:
     if console.width and (console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
         return console
     return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
+
+
+def collect(records: Generator[_CaseRecord, None, None], console: Console) -> list[_CaseRecord]:
+    """Return all records, and show what the latest one is of while others are measured."""
+    found = []
+    with closing(records), console.status("starting") as status:
+        for record in records:
+            found.append(record)
+            status.update(escape(f"{record.benchmark}: {record.case}"))
+    return found
 
 
 def absolute(path: Path | None) -> Path | None:
@@ -93,7 +109,6 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
 
     ``what`` names the memory, with the options that make it smaller; ``bytes_per_rank`` is a lower bound of it.
     """
-    from fusco.core.memory_size import available_memory_bytes
     from fusco.ranks.torchrun import launched
 
     job = launched()
@@ -110,7 +125,6 @@ def run_on_ranks(
     function: Callable[..., _Result],
     arguments: Sequence[Any],
     num_ranks: int,
-    num_steps: int,
     console: Console,
     *,
     device: str = "cpu",
@@ -121,11 +135,10 @@ def run_on_ranks(
     """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
 
     It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
-    The console shows the ``num_steps`` steps that rank 0 reports, and the note of every twentieth, if they have one.
+    The console shows the steps that rank 0 reports, and the note of every twentieth, if they have one.
     For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
-    from fusco.ranks.emulation import emulated_network
     from fusco.ranks.joined_world import run_joined
     from fusco.ranks.local_world import LocalWorld
     from fusco.ranks.progress import new_store, watching
@@ -137,12 +150,13 @@ def run_on_ranks(
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
-        task, next_note = progress.add_task("starting", total=num_steps), 1
+        task, next_note = progress.add_task("starting", total=None), 1
 
-        def show(num_done: int, note: str) -> None:
+        def show(num_done: int, num_steps: int, note: str) -> None:
             nonlocal next_note
             if num_done:
-                progress.update(task, completed=num_done, description=note or "verifying and measuring")
+                what = note or "verifying and measuring"
+                progress.update(task, completed=num_done, total=num_steps, description=what)
             if note and num_done >= next_note:
                 next_note = num_done + max(1, num_steps // 20)
                 progress.console.print(note, highlight=False, soft_wrap=True)

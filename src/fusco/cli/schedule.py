@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,14 +11,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.schedules import ModeRecord
     from fusco.schedule.stages import IntArray
 
@@ -54,7 +54,6 @@ def schedule(
 
     Pure computation: nothing is sent. JSON lines contain the stages of all modes.
     """
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.matrices import load_matrix, make_matrix
     from fusco.bench.schedules import compare_modes
     from fusco.schedule import Links

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fusco.bench.environment import Measurement
 
 

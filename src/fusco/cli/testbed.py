@@ -9,18 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from fusco.cli.options import AnyNodes, AnyRanksPerNode, Device
 from fusco.cli.running import choose_shape, num_devices
+from fusco.core.topology import Topology
 from fusco.testbed.job import exit_code, run_job
 from fusco.testbed.layout import Layout, parse_rate
 from fusco.testbed.testbed import Testbed
-
-if TYPE_CHECKING:
-    from fusco.core.topology import Topology
 
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 _DEFAULT_RATE = "1gbit"
@@ -77,7 +75,6 @@ class PlaceOptions:
         On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
         """
         from fusco.core.requirements import check_cuda_core
-        from fusco.core.topology import Topology
         from fusco.ranks.torchrun import launched
 
         device, nodes, ranks_per_node = self.device, self.nodes, self.ranks_per_node

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.train_presets import PRESETS, PresetName, SizeOptions
-from fusco.cli.train_tables import how_to_replay, print_runs
-from fusco.core.requirements import check_fsdp
+from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.train_presets import PresetName, SizeOptions
+from fusco.core.requirements import check_cuda_core, check_fsdp
 
 if TYPE_CHECKING:
     from fusco.ranks.torchrun import Launched
     from fusco.train.job import TrainingJob
-    from fusco.train.records import Run
+    from fusco.train.records import Run, RunRecord
 
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
 
@@ -70,7 +73,6 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
-    from fusco.bench.json_lines import write_json_lines
     from fusco.bench.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
@@ -78,26 +80,20 @@ def train(
 
     if record_trace:
         check_trace_path(record_trace)
-    chosen = PRESETS[preset].changed(**vars(sizes))
     joined = launched()
     job = TrainingJob(
-        shape=chosen.shape(),
         device=device,
         num_ranks=_num_ranks(ranks, device, joined),
         ep_size=ep_size,
-        tokens=chosen.tokens,
-        length=chosen.length,
         num_steps=steps,
-        learning_rate=chosen.lr,
-        warmup_steps=chosen.warmup_steps,
         router_loss=router_loss,
         dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
         activation_checkpointing=activation_checkpointing,
-        dtype=chosen.dtype,
         seed=seed,
         text=text,
         text_bytes=text_bytes,
         timeout_s=timeout_s,
+        **sizes.arguments(preset),
     )
     console = new_console(json)
     runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
@@ -105,11 +101,11 @@ def train(
         return
     records = summarize(job, runs)
     write_json_lines(records, json, appends=True)
-    print_runs(job, records, console)
+    _print(job, records, console)
     if record_trace:
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
-        console.print(how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+        console.print(_how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
@@ -128,8 +124,6 @@ def _run(
     job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
 ) -> list[Run] | None:
     """Train. Problems of the machine or the text raise before any process starts."""
-    from fusco.bench.json_lines import write_json_lines
-    from fusco.core.requirements import check_cuda_core
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.train.rank import train_and_log
     from fusco.train.text import load_text
@@ -147,7 +141,6 @@ def _run(
             train_and_log,
             (job, keeps_routing, absolute(json)),
             job.num_ranks,
-            job.num_steps * len(job.dispatchers),
             console,
             device=job.device,
             prepare=(warm_up_cpu,),
@@ -157,3 +150,66 @@ def _run(
         kept = f"; the steps until then are in {json}" if json and json != STDOUT else ""
         raise (Terminated if isinstance(interrupt, Terminated) else Interrupted)(kept) from interrupt
     return results[0] if results else None
+
+
+_ROWS = (
+    ("loss of the first step", "first_loss", ".4f", "nats"),
+    ("loss, mean of the last ten", "last_loss", ".4f", "nats"),
+    ("step", "step_ms", ",.2f", "ms"),
+    ("tokens of all ranks", "tokens_per_s", ",", "/s"),
+    ("dispatch", "dispatch_ms", ",.2f", "ms"),
+    ("combine", "combine_ms", ",.2f", "ms"),
+    ("combine, backward", "combine_backward_ms", ",.2f", "ms"),
+    ("dispatch, backward", "dispatch_backward_ms", ",.2f", "ms"),
+    ("these four, of the step", "shuffle_share", ".1%", ""),
+    ("busiest expert / mean, first step", "first_expert_imbalance", ".2f", ""),
+    ("busiest expert / mean, last step", "last_expert_imbalance", ".2f", ""),
+    ("peak GPU memory of rank 0", "peak_memory_gib", ".2f", "GiB"),
+)
+
+
+def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> None:
+    """Print the configuration, a column for each run, and notes on the figures."""
+    one, shape = records[0], job.shape
+    console.print(
+        f"Qwen3-MoE of {one.num_parameters / 1e6:,.1f} million parameters: {shape.num_layers} layers, hidden "
+        f"{shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of width {shape.moe_intermediate}\n"
+        f"{job.num_ranks} ranks on {job.device}, ep_size {job.ep_size}, {job.tokens} tokens a rank, {job.dtype}, "
+        f"activation checkpointing {job.activation_checkpointing}, {job.num_steps} steps",
+        highlight=False,
+        soft_wrap=True,
+    )
+    ratio = [f"{records[1].dispatcher} / {one.dispatcher}"] if len(records) == 2 else []
+    table = new_table("", ["", *(record.dispatcher for record in records), *ratio])
+    for label, name, form, unit in _ROWS:
+        values = [getattr(record, name) for record in records]
+        if name == "peak_memory_gib" and not any(values):
+            continue
+        cells = [f"{value:{form}} {unit}".rstrip() for value in values]
+        if len(records) == 2:
+            cells.append(f"{values[1] / values[0]:.2f}" if name.endswith("_ms") and values[0] else "")
+        table.add_row(label, *cells)
+    console.print(table)
+    for note in _notes(records):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _notes(records: Sequence[RunRecord]) -> list[str]:
+    one = records[0]
+    notes = [
+        f"medians of the steps after the first {one.num_warm_ups}; a step is the slowest rank's; dispatch and combine "
+        "are those of all layers, means over ranks, waiting for others included"
+    ]
+    if len(records) == 2:
+        notes.append(f"losses of the two, step by step: at most {records[1].max_loss_difference:.6f} nats apart")
+    return [*notes, describe_origin(one, one.job["num_ranks"], ("torch", "transformers"))]
+
+
+def _how_to_replay(job: TrainingJob, path: Path) -> str:
+    """Return the command that replays the first ``ep_size`` ranks, whose tokens are the first of the trace."""
+    return (
+        f"to replay the last step's routing among the first {job.ep_size} ranks: fusco bench shuffle "
+        f"--trace {shlex.quote(str(path))} --nodes 1 --ranks-per-node {job.ep_size} --tokens {job.tokens} "
+        f"--hidden {job.shape.hidden} --num-experts {job.shape.num_experts} --num-topk {job.shape.num_topk} "
+        f"--layer 0 --device {job.device}"
+    )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
     from fusco.cuda.kernels.warm_up import KernelShape
 
 _ARCHITECTURE = re.compile(r"sm_\d+[a-z]?")
@@ -37,8 +36,8 @@ def warm_up(
     """Compile kernels and cache them on disk, for example while a container image is built.
 
     All CPU kernels are compiled. CUDA kernels are compiled for one shape (--ranks-per-node, --hidden, --num-topk,
-    --dtype), those of dispatch and combine within a node; call it again for other shapes. It needs no GPU, only
-    cuda-core.
+    --dtype) and any number of tokens, those of dispatch and combine within a node; call it again for other shapes. It
+    needs no GPU, only cuda-core.
 
     Kernels are cached in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image for several users sets it to a folder
     that all can read; it need not be writable.
@@ -47,7 +46,6 @@ def warm_up(
     """
     import torch
 
-    from fusco.core.requirements import check_cuda_core
     from fusco.cuda.kernels.warm_up import KernelShape
 
     architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
@@ -68,8 +66,6 @@ def warm_up(
 
 def _check_supported(architectures: Sequence[str]) -> None:
     from cuda.bindings import nvrtc
-
-    from fusco.core.requirements import LEAST_CAPABILITY
 
     _, of_nvrtc = nvrtc.nvrtcGetSupportedArchs()
     numbers = [number for number in of_nvrtc if divmod(number, 10) >= LEAST_CAPABILITY]

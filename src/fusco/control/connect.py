@@ -15,7 +15,8 @@ from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
-from fusco.control.tcp_mesh import Mesh, TcpMesh
+from fusco.control.tcp_transport import TcpTransport
+from fusco.control.transport import Mesh
 from fusco.control.watchdog import Peer, Watchdog
 from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, first_line, reason_of
 
@@ -30,12 +31,14 @@ _STATUS_SERVERS: set[StatusServer] = set()
 class Connections:
     """Memory and connections of one rank's communicator; ``close`` frees them all without waiting for other ranks.
 
-    ``store_gather`` made them, and now watches for ranks that die. ``listen_on`` is the address that other ranks reach;
+    ``store_gather`` made them, and now watches for ranks that die. ``transport`` has a connection to each counterpart,
+    and ``mesh`` carries records, over these or another transport. ``listen_on`` is the address that other ranks reach;
     ``secret`` authenticates ranks.
     """
 
     store_gather: StoreGather
     watchdog: Watchdog
+    transport: TcpTransport
     mesh: Mesh
     memory: NodeMemory
     listen_on: str
@@ -74,16 +77,20 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         memory = NodeMemory(sizes.control, store_gather.rank, segments)
         resources.callback(memory.close)
         counterparts = [memory.counterpart(node) for node in topology.remote_nodes(store_gather.rank)]
-        mesh = connecting(
-            lambda: TcpMesh(store_gather, counterparts, listen_on, secret), "over TCP", tuple(peers), watchdog
+        transport = connecting(
+            lambda: TcpTransport(store_gather, counterparts, listen_on, secret, "TCP mesh"),
+            "over TCP",
+            tuple(peers),
+            watchdog,
         )
-        resources.callback(mesh.close)
+        resources.callback(transport.close)
         resources.callback(watchdog.close)  # before the connections that it watches, in whatever thread
-        watchdog.add_network_probe(lambda: mesh.failure)
-        watchdog.add_sockets(mesh.awaited_sockets)
-        watchdog.add_connections(mesh.descriptors)
+        watchdog.add_network_probe(lambda: transport.failure)
+        watchdog.add_sockets(transport.awaited_sockets)
+        watchdog.add_connections(transport.descriptors)
         watchdog.end()
-        return Connections(store_gather, watchdog, mesh, memory, listen_on, secret, resources.pop_all())
+        mesh, closing = Mesh(transport), resources.pop_all()
+        return Connections(store_gather, watchdog, transport, mesh, memory, listen_on, secret, closing)
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:

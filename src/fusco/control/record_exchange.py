@@ -12,7 +12,7 @@ from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.layout import RECORD_HEADER_INTS
 from fusco.control.node_memory import NodeMemory, wait_for_flag
 from fusco.control.repeated_record import RepeatedRecord
-from fusco.control.tcp_mesh import Mesh, TcpMesh
+from fusco.control.transport import Mesh
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
@@ -88,7 +88,6 @@ class RecordExchange:
         if not self._counterpart_to_node:
             self.wait_for_records(collective)
             return
-        assert isinstance(self._mesh, TcpMesh), self._mesh
         self._mesh.resume(*self._messages(), record.progress.tolist())
         self._wait_between_nodes(collective)
         record.progress[:] = self._layout.record_bytes
@@ -105,11 +104,7 @@ class RecordExchange:
         local_record, to_memory = self._messages()
         record = bytes(local_record)
         messages = {peer: _attach(record, attachments.get(node)) for peer, node in self._counterpart_to_node.items()}
-        if isinstance(self._mesh, TcpMesh):
-            self._mesh.begin(messages, to_memory, self._attachment_of if self._layout.attachment_bytes else None)
-        else:
-            assert not attachments, self._mesh
-            self._mesh.begin(messages, to_memory)
+        self._mesh.begin(messages, to_memory, self._attachment_of if self._layout.attachment_bytes else None)
         profile.internode_metadata_bytes += len(record) * len(to_memory)
         self._wait_between_nodes(collective)
 

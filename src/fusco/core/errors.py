@@ -136,8 +136,12 @@ def note(error: BaseException, text: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without the traces of C++; its type if it has no text."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    r"""Return the first line of an error's text, without the traces of C++; its type if it has no text.
+
+    >>> first_line(RuntimeError("no memory\nException raised from alloc at ...")), first_line(MemoryError())
+    ('no memory', 'MemoryError')
+    """
+    return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
 def reason_of(error: OSError) -> str:

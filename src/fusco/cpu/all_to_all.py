@@ -1,4 +1,4 @@
-"""Tasks of ``all_to_all``: flows within the node through its rings, one-to-one stages between nodes over TCP.
+"""Tasks of ``all_to_all`` and of byte streams: flows within the node through its rings, between nodes over TCP.
 
 Ranks do not synchronise between stages. A rank sends its stages in order, and posts receives in order, a few messages
 further ahead than messages are sent: one that is late does not hold up those of other ranks. A message that no receive
@@ -8,18 +8,22 @@ sender, but for a few MiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
+from fusco.control.transport import Ticket, Transport
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
+from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.kernels.copy_segments import ContiguousMemory, SegmentMemory
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.transport import Ticket, Transport
 from fusco.engine.all_to_all import FlowSlice, cut_flow
+from fusco.engine.byte_stream import in_turn
 from fusco.engine.tasks import Task
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
@@ -105,7 +109,7 @@ class SendWithin(_FlowTask):
         if message is None or not self._staging.is_there(message) or (slot := self._ring.slot()) is None:
             return False
         self._staging.gather(message, slot)
-        self._ring.commit(message.num_bytes, message.peer)
+        self._ring.commit()
         self._take()
         return True
 
@@ -142,21 +146,21 @@ class ReceiveWithin(_FlowTask):
 
 
 class SendAcross(_FlowTask):
-    """Task that sends the stages to other nodes, without a copy if a message is contiguous in memory."""
+    """Task that sends messages to other nodes, without a copy if one is contiguous in memory."""
 
-    phase = "sending stages"
+    phase = "sending to other nodes"
 
     def __init__(
         self,
         flows: Sequence[Flow],
         staging: Staging,
         transport: Transport,
-        slots: Sequence[torch.Tensor],
+        slots: list[torch.Tensor],
         profile: CallProfile,
     ) -> None:
-        """``slots`` limit the number of messages that are on the network at once."""
+        """``slots`` limit the number of messages that are on the network at once; other tasks may share the list."""
         super().__init__(flows, staging, len(slots[0]))
-        self._transport, self._profile, self._free = transport, profile, list(slots)
+        self._transport, self._profile, self._free = transport, profile, slots
         self._in_flight: list[tuple[Ticket, torch.Tensor]] = []
 
     def step(self) -> bool:
@@ -197,9 +201,9 @@ class _PostedReceive(NamedTuple):
 
 
 class ReceiveAcross(_FlowTask):
-    """Task that receives the stages from other nodes, without a copy if a message is contiguous in memory."""
+    """Task that receives messages from other nodes, without a copy if one is contiguous in memory."""
 
-    phase = "receiving stages"
+    phase = "receiving from other nodes"
 
     def __init__(
         self, flows: Sequence[Flow], staging: Staging, transport: Transport, slots: Sequence[torch.Tensor]
@@ -273,31 +277,59 @@ class CopyOwn:
         return Stall("copying", (), "", "")
 
 
-def make_tasks(
-    rank_schedule: RankSchedule,
-    memories: Sequence[ByteMemory],
-    memory: CpuMemory,
-    transport: Transport,
-    private: torch.Tensor,
-    profile: CallProfile,
-) -> list[Task]:
-    """Make all tasks of a rank.
+@dataclass(frozen=True)
+class Exchanges:
+    """Makes the tasks by which a rank exchanges bytes with others."""
 
-    ``memories`` have the sizes and the order of the rank schedule. ``private`` are the rank's slots outside shared
-    memory (``CpuLayout.num_private_slots``).
-    """
-    depth, slice_bytes = memory.layout.settings.ring_depth, memory.layout.slot_bytes
-    staging = Staging(memories, rank_schedule.num_regions)
-    tasks: list[Task] = [
-        ReceiveAcross(rank_schedule.receives_across, staging, transport, list(private[depth:])),
-        SendAcross(rank_schedule.sends_across, staging, transport, list(private[:depth]), profile),
-    ]
-    for peer, flows in rank_schedule.receives_within.items():
-        ring_in = RingIn(memory, memory.ranks.index(peer))
-        tasks.append(ReceiveWithin(flows, staging, ring_in, slice_bytes, profile))
-    for peer, flows in rank_schedule.sends_within.items():
-        ring_out = RingOut(memory, memory.ranks.index(peer))
-        tasks.append(SendWithin(flows, staging, ring_out, slice_bytes))
-    if isinstance(memories[INPUT], SegmentMemory):
+    memory: CpuMemory
+    transport: Transport  # between nodes
+    private: torch.Tensor  # the rank's slots outside shared memory (``CpuLayout.num_private_slots``)
+
+    def of_schedule(
+        self, rank_schedule: RankSchedule, memories: Sequence[ByteMemory], profile: CallProfile
+    ) -> list[Task]:
+        """Return the tasks of a rank schedule, whose order and sizes ``memories`` have."""
+        depth, slice_bytes = self.memory.layout.settings.ring_depth, self.memory.layout.slot_bytes
+        staging = Staging(memories, rank_schedule.num_regions)
+        tasks: list[Task] = [
+            ReceiveAcross(rank_schedule.receives_across, staging, self.transport, list(self.private[depth:])),
+            SendAcross(rank_schedule.sends_across, staging, self.transport, list(self.private[:depth]), profile),
+        ]
+        for peer, flows in rank_schedule.receives_within.items():
+            tasks.append(ReceiveWithin(flows, staging, RingIn(self.memory, peer), slice_bytes, profile))
+        for peer, flows in rank_schedule.sends_within.items():
+            tasks.append(SendWithin(flows, staging, RingOut(self.memory, peer), slice_bytes))
+        if isinstance(memories[INPUT], SegmentMemory):
+            return tasks
+        return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
+
+    def of_segments(
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], profile: CallProfile
+    ) -> list[Task]:
+        """Return the tasks that send segments to some ranks and receive segments from some, each by itself.
+
+        They may be of this rank, too, which the profile does not count.
+        """
+        memory, depth, slice_bytes = self.memory, self.memory.layout.settings.ring_depth, self.memory.layout.slot_bytes
+        remote = [rank for rank in range(memory.layout.topology.world_size) if rank not in memory.ranks]
+        sending, tasks = list(self.private[:depth]), list[Task]()
+        for dst, segments in in_turn(memory.rank, send):
+            stream = _stream(dst, segments)
+            if dst in memory.ranks:
+                tasks.append(SendWithin(*stream, RingOut(memory, dst), slice_bytes))
+            else:
+                tasks.append(SendAcross(*stream, self.transport, sending, profile))
+        for src, segments in in_turn(memory.rank, receive):
+            stream, counted = _stream(src, segments), CallProfile() if src == memory.rank else profile
+            if src in memory.ranks:
+                tasks.append(ReceiveWithin(*stream, RingIn(memory, src), slice_bytes, counted))
+            else:
+                first = depth + 2 * remote.index(src)
+                tasks.append(ReceiveAcross(*stream, self.transport, list(self.private[first : first + 2])))
         return tasks
-    return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
+
+
+def _stream(peer: int, segments: Segments) -> tuple[list[Flow], Staging]:
+    """Return segments as one flow to or from a rank."""
+    pieces = np.array([[INPUT, 0, segments.total_bytes, -1]])
+    return [Flow(peer, -1, pieces)], Staging([SegmentMemory([segments])], num_regions=0)

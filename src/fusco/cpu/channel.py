@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-
 import torch
 
+from fusco.control.transport import Ticket, Transport
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.transport import Ticket, Transport
 
 
 class RingOut:
     """Sending end of a shared-memory ring to a rank of the node. Counters never reset, so any verb may use it."""
 
-    def __init__(self, memory: CpuMemory, consumer: int) -> None:
-        self._memory, self._consumer = memory, consumer
+    def __init__(self, memory: CpuMemory, dst: int) -> None:
+        self._memory, self._consumer = memory, memory.ranks.index(dst)
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.control.produced_flag(consumer)
+        self._flag = memory.layout.control.produced_flag(self._consumer)
         self.num_produced = memory.own.load(self._flag)
 
     @property
@@ -30,7 +27,7 @@ class RingOut:
             return None
         return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
 
-    def commit(self, num_bytes: int, dst: int) -> None:  # noqa: ARG002  the consumer knows the size
+    def commit(self) -> None:
         self.num_produced += 1
         self._memory.own.store(self._flag, self.num_produced)
 
@@ -42,10 +39,10 @@ class RingOut:
 class RingIn:
     """Receiving end of a ``RingOut``."""
 
-    def __init__(self, memory: CpuMemory, producer: int) -> None:
-        self._memory, self._producer = memory, producer
+    def __init__(self, memory: CpuMemory, src: int) -> None:
+        self._memory, self._producer = memory, memory.ranks.index(src)
         self._depth = memory.layout.settings.ring_depth
-        self._flag = memory.layout.control.consumed_flag(producer)
+        self._flag = memory.layout.control.consumed_flag(self._producer)
         self.num_consumed = memory.own.load(self._flag)
 
     @property
@@ -61,10 +58,6 @@ class RingIn:
     def release(self) -> None:
         self.num_consumed += 1
         self._memory.own.store(self._flag, self.num_consumed)
-
-    @property
-    def is_released(self) -> bool:
-        return True
 
 
 class SendRing:
@@ -86,35 +79,3 @@ class SendRing:
     @property
     def is_drained(self) -> bool:
         return all(ticket is None or ticket.is_done for ticket in self._tickets)
-
-
-class TcpIn:
-    """Receiving end for messages of known sizes from a rank of another node, with two slots in turn."""
-
-    def __init__(self, transport: Transport, src: int, slots: list[torch.Tensor], sizes: Iterable[int]) -> None:
-        self._transport, self._src = transport, src
-        self._sizes: Iterator[int] = iter(sizes)
-        self._arriving: list[tuple[Ticket, torch.Tensor]] = []
-        self._free = itertools.cycle(slots)
-        for _ in slots:
-            self._post()
-
-    def _post(self) -> None:
-        num_bytes = next(self._sizes, None)
-        if num_bytes is not None:
-            message = next(self._free)[:num_bytes]
-            self._arriving.append((self._transport.receive(message, self._src), message))
-
-    def message(self) -> torch.Tensor | None:
-        if not self._arriving:
-            return None
-        ticket, message = self._arriving[0]
-        return message if ticket.is_done else None
-
-    def release(self) -> None:
-        self._arriving.pop(0)
-        self._post()
-
-    @property
-    def is_released(self) -> bool:
-        return True

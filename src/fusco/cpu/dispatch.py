@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusco.control.counters import Counters
+from fusco.control.transport import Ticket, Transport
 from fusco.core.errors import Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call, CallProfile
@@ -19,7 +20,6 @@ from fusco.cpu.kernels.gather_rows import gather_rows
 from fusco.cpu.kernels.scatter_slices import SourceRows, scatter_slices
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
-from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.rank_lanes import chunks_before
 from fusco.planner.sending import SendingStage, in_proportion, order_of_slices
 
@@ -194,6 +194,8 @@ class ScatterRows:
         own.pool[:] = memory.pools
         own.first_row[:] = first_row[ranks]
         own.is_of_peer[:] = ranks != memory.rank
+        if not len(holder):
+            return table
         of_runs = SourceRows(*table[num_own:].T)
         if attached is None:
             chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)

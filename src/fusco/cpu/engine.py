@@ -6,26 +6,27 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
 from fusco.control.counters import Counters
-from fusco.control.tcp_mesh import Mesh
+from fusco.control.tcp_transport import TcpTransport
+from fusco.control.transport import Mesh, Transport
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
-from fusco.core.profile import Call
+from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cpu.all_to_all import ByteMemory, make_tasks
+from fusco.cpu.all_to_all import ByteMemory, Exchanges
 from fusco.cpu.attachments import Attachments
-from fusco.cpu.byte_streams import CpuSegmentChannels
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -37,11 +38,9 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
-from fusco.cpu.rail_transport import RailMesh, RailTransport
+from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
-from fusco.cpu.tcp_transport import TcpTransport
-from fusco.cpu.transport import Transport
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
@@ -60,6 +59,7 @@ from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.rank_links import lane_links
 from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
@@ -92,8 +92,12 @@ class CpuEngine:
             # are free, except the last, for sums.
             num_slots = config.settings.ring_depth if isinstance(self._transport, TcpTransport) else -1
             self._send_slots = list(self._private[:num_slots])
+            self._exchanges = Exchanges(self._memory, self._transport, self._private)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._counterparts = Groups.of_same_local_rank(config.topology)
+            self._no_lanes = RankLanes(
+                self._rank, Lanes.of_groups(self._counterparts, [[0]] * config.topology.world_size)
+            )
             # Other balancers are the caller's choice of who sends, and stages of when.
             is_small = self._layout.control.attachment_bytes > 0 and config.settings.slice_order != "staged"
             self._can_attach = is_small and isinstance(self._transport, TcpTransport)
@@ -102,11 +106,16 @@ class CpuEngine:
     @property
     def mesh(self) -> Mesh | None:
         """Carries records over the rails; ``None`` without rails."""
-        return RailMesh(self._transport) if isinstance(self._transport, RailTransport) else None
+        return Mesh(self._transport) if isinstance(self._transport, RailTransport) else None
 
     @property
     def topology(self) -> Topology:
         return self._topology
+
+    @property
+    def _is_one_node(self) -> bool:
+        """True if nothing crosses between nodes: a balancer has nothing to choose then."""
+        return self._topology.num_nodes == 1
 
     @property
     def is_asynchronous(self) -> bool:
@@ -141,8 +150,9 @@ class CpuEngine:
         self._stage(request.payloads, call)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, None, call))
 
-    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[torch.Tensor]:
-        return Pending((), lambda _: self._sum_rows(request.plan, request.rows, request.weights, call))
+    def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
+        (rows,) = request.rows
+        return Pending((), lambda _: [self._sum_rows(request.plan, rows, request.weights, call)])
 
     def _plan(
         self,
@@ -156,6 +166,8 @@ class CpuEngine:
         stages: tuple[SendingStage, ...] = ()
         if attachments:
             lanes = Lanes.of_groups(self._counterparts, num_tokens_to_node)
+        elif self._is_one_node:
+            lanes = self._no_lanes.lanes
         else:
             traffic = Traffic.from_counts(self._topology, num_tokens_to_node, self._layout.rank_links)
             lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
@@ -163,7 +175,7 @@ class CpuEngine:
                 stages = plan_stages(traffic, self._topology.rank_to_node[self._rank])
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
-        if attachments:
+        if attachments or self._is_one_node:
             routing = exchange.collect(num_tokens_to_node, request.routing, attachments)
         else:
             routing = exchange.exchange(
@@ -176,7 +188,7 @@ class CpuEngine:
         return CpuPlan(
             rank=rank,
             placement=placement,
-            lanes=lanes,
+            rank_lanes=self._no_lanes if self._is_one_node else RankLanes(rank, lanes),
             forwarding=forwarding,
             routing=routing,
             distribution=pairs.distribution,
@@ -210,7 +222,7 @@ class CpuEngine:
                     output[plan.distribution.padding_slots] = 0
             attached = attachments.rows(np.diff(plan.routing.src_to_first_row)) if attachments else None
             scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, attached, call.profile)
-            crossing = [] if attachments else self._crossing_tasks(plan, bytes_per_token, call)
+            crossing = [] if attachments or self._is_one_node else self._crossing_tasks(plan, bytes_per_token, call)
             self._run([*crossing, scatter], scatter.awaited)
         return outputs
 
@@ -232,7 +244,9 @@ class CpuEngine:
             rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
             chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
             carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
-            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)
+            returned: list[Task] = []
+            if not self._is_one_node:
+                returned = [self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)]
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
@@ -247,7 +261,7 @@ class CpuEngine:
                 call=call,
             )
             produce = ProducePartialSums(self._memory, terms, chunks)
-            self._run([produce, fold, returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
+            self._run([produce, fold, *returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
@@ -257,18 +271,19 @@ class CpuEngine:
                 rank_schedule = plan_shuffle(request, counts, self._topology, self._rank, slot_bytes, self._links)
             with call.profile.spend("wire"):
                 if rank_schedule is None:
-                    self._run(self._streams().tasks(request.send, request.receive))
+                    self._run(self._exchanges.of_segments(request.send, request.receive, call.profile))
                     return
                 ends = list(map(SegmentMemory, request.of_others(self._rank)))
-                tasks = self._schedule_tasks(rank_schedule, ends, call)
-                self._run([*tasks, *self._streams().tasks(*request.of_rank(self._rank))])
+                own_send, own_receive = request.of_rank(self._rank)
+                own = self._exchanges.of_segments(own_send, own_receive, call.profile)
+                self._run([*self._schedule_tasks(rank_schedule, ends, call), *own])
 
         return Pending(request.counts(self._topology.world_size), run)
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
         memories = [*ends, *(self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)]
-        return make_tasks(rank_schedule, memories, self._memory, self._transport, self._private, call.profile)
+        return self._exchanges.of_schedule(rank_schedule, memories, call.profile)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
@@ -281,7 +296,7 @@ class CpuEngine:
         return Pending(request.counts, run)
 
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
-        run_stream(self._streams(), name, send, receive, self._run)
+        run_stream(name, send, receive, partial(self._exchanges.of_segments, profile=CallProfile()), self._run)
 
     def _is_over(self) -> None:
         """Every call has ended when it returns, nothing is launched, and a rank at its end needs no peer."""
@@ -316,9 +331,6 @@ class CpuEngine:
     ) -> ReceiveRows:
         runs = list(zip(peer.tolist(), num_rows.tolist(), strict=True))
         return ReceiveRows(self._memory, self._transport, call.sequence_number, runs, row_bytes, rows_per_slice)
-
-    def _streams(self) -> CpuSegmentChannels:
-        return CpuSegmentChannels(self._memory, self._transport, self._private)
 
 
 def warm_up(config: EngineConfig) -> None:

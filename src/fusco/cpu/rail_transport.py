@@ -10,15 +10,11 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-import torch
 
 from fusco.control.connect import raise_if_any
 from fusco.control.store_gather import StoreGather
+from fusco.control.transport import Message, Ticket, memory_of
 from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportError
-from fusco.core.rows import as_bytes
-from fusco.cpu.transport import Ticket
 from fusco.rails.address import Address
 from fusco.rails.channel import Channel
 from fusco.rails.endpoint import Endpoint
@@ -72,14 +68,14 @@ class RailTransport:
                 self._note_failure(f"the network failed (rank {peer})", channel.error)
         return self._failure
 
-    def send(self, message: torch.Tensor, dst: int) -> Ticket:
+    def send(self, message: Message, dst: int) -> Ticket:
         ticket = Ticket()
-        self._channels[dst].isend(as_bytes(message).numpy(), self._finisher(ticket, "send", dst))
+        self._channels[dst].isend(memory_of(message), self._finisher(ticket, "send", dst))
         return ticket
 
-    def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
+    def receive(self, message: Message, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
         ticket = Ticket()
-        self._channels[src].irecv(as_bytes(message).numpy(), self._finisher(ticket, "receive", src, on_done))
+        self._channels[src].irecv(memory_of(message), self._finisher(ticket, "receive", src, on_done))
         return ticket
 
     def poll(self) -> bool:
@@ -146,32 +142,6 @@ class RailTransport:
     def _note_failure(self, what: str, error: BaseException) -> None:
         reason = error.reason if isinstance(error, PeerFailureError) else str(error)
         self._failure = self._failure or f"{what}: {reason}"
-
-
-class RailMesh:
-    """A ``Mesh`` whose messages go over the rails of a transport, in order with its others."""
-
-    def __init__(self, transport: RailTransport) -> None:
-        self._transport, self._tickets, self._arrived = transport, list[Ticket](), list[int]()
-
-    def begin(self, peer_to_message: Mapping[int, bytes], peer_to_memory: Mapping[int, memoryview]) -> None:
-        self._tickets = [
-            self._transport.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), peer)
-            for peer, message in peer_to_message.items()
-        ]
-        for peer, memory in peer_to_memory.items():
-            place, on_done = torch.frombuffer(memory, dtype=torch.uint8), partial(self._arrived.append, peer)
-            self._tickets.append(self._transport.receive(place, peer, on_done))
-
-    def poll(self) -> list[int]:
-        self._transport.poll()
-        arrived = self._arrived.copy()
-        self._arrived.clear()
-        return arrived
-
-    @property
-    def is_done(self) -> bool:
-        return all(ticket.is_done for ticket in self._tickets) and not self._transport.unflushed_peers
 
 
 def _channel_name(secret: str, rank: int, peer: int) -> bytes:

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from fusco.control.node_memory import wait_for_flag
+from fusco.control.transport import Ticket, Transport
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.attachments import Attachments
 from fusco.cpu.kernels.copy_segments import concatenate
 from fusco.cpu.memory import CpuMemory
-from fusco.cpu.transport import Ticket, Transport
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +19,6 @@ from fusco.cuda.rendezvous import rendezvous
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
 _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
-
-
-@dataclass(frozen=True)
-class SymmetricBuffer:
-    """Device memory of one size on all ranks of a node; ``addresses[r]`` is this rank's mapping of rank ``r``'s."""
-
-    memory: torch.Tensor
-    addresses: tuple[int, ...]
-    handle: Any  # keeps the peers' memory mapped
 
 
 def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -65,20 +55,23 @@ class _Abort(ctypes.Structure):
 
 
 class Arena:
-    """Peer-visible memory laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
+    """Peer-visible ``memory`` laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
     def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather) -> None:
-        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``."""
+        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``.
+
+        Raises ``SharedMemoryError`` on all ranks if one cannot map its peers'.
+        """
         topology, device = layout.topology, memory.device
-        self._store_gather, self.rank, self.layout, self.device = store_gather, store_gather.rank, layout, device
+        self.rank, self.layout, self.device, self.memory = store_gather.rank, layout, device, memory
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
-        self.buffers: list[SymmetricBuffer] = []
-        self._num_rendezvous = 0
-        self.share(memory)
+        # It keeps the peers' memory mapped.
+        self._handle = rendezvous(memory, store_gather, self.node_ranks, "peer memory")
+        self._addresses: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
-            self.buffers[0].handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
+            self._handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
         ]
         self._state = torch.zeros(_NUM_STATE_WORDS, dtype=torch.int32, device=device)
         self._pinned: list[torch.Tensor] = []
@@ -90,7 +83,7 @@ class Arena:
         self._abort, abort_address = self._in_host_memory(_Abort)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
         self.comm = comm_type(layout.num_ranks)(
-            arena=self.buffers[0].addresses,
+            arena=self._addresses,
             state=self._state.data_ptr(),
             failure=failure_address,
             abort=abort_address,
@@ -103,16 +96,9 @@ class Arena:
             **sections,
         )
 
-    def share(self, memory: torch.Tensor) -> None:
-        """Map a buffer on all peers; a collective. Raises ``SharedMemoryError`` on all ranks if one cannot."""
-        name = f"peer memory {self._num_rendezvous}"
-        self._num_rendezvous += 1  # failed ones count, too: no key of the store is used twice
-        handle = rendezvous(memory, self._store_gather, self.node_ranks, name)
-        self.buffers.append(SymmetricBuffer(memory, tuple(handle.buffer_ptrs), handle))
-
-    def address(self, local: int, buffer: int, offset: int) -> int:
-        """Return the address, on this rank, of a byte in a buffer of the node's rank ``local``."""
-        return self.buffers[buffer].addresses[local] + offset
+    def address(self, local: int, offset: int) -> int:
+        """Return the address, on this rank, of a byte in the arena of the node's rank ``local``."""
+        return self._addresses[local] + offset
 
     def pooled_like(self, local: int, first: int, rows: torch.Tensor) -> torch.Tensor:
         """Return as many rows of the same shape from the pool of a rank of the node, where they begin at ``first``."""
@@ -153,5 +139,4 @@ class Arena:
     def close(self) -> None:
         """Release all device memory. No work may be in flight."""
         self._views.clear()
-        self.buffers.clear()
-        del self._state
+        del self.memory, self._handle, self._state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -15,75 +15,95 @@ from fusco.cuda.arena import Arena
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.network import Network, messages_of
-from fusco.engine.byte_stream import Copy, SegmentReceiver, SegmentSender, in_turn
+from fusco.engine.byte_stream import in_turn
 from fusco.engine.tasks import Task
 
+# Of source and its offsets, target and its offsets, and sizes; see ``copy_segments``.
+Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
-class DeviceRingOut:
-    """Producer's end of a ring. Each poll announces the slots whose copies are complete."""
 
-    def __init__(self, memory: NodeMemory, arena: Arena, consumer: int) -> None:
-        self._memory, self._arena, self._consumer = memory, arena, consumer
-        self._flag = memory.layout.produced_flag(consumer)
-        self._num_announced = self._num_filled = memory.own.load(self._flag)
+class _RingTask:
+    """Slices of segments that pass one by one through a ring between two ranks of the node.
+
+    ``_flag`` is this rank's count of the slots that it has filled or emptied. Each look at the ring announces those
+    whose copies are complete.
+    """
+
+    def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, peer: int, flag: int, copy: Copy) -> None:
+        self._memory, self._arena, self._peer, self._flag, self._copy = memory, arena, peer, flag, copy
+        self._peers_flags = memory.flags[arena.node_ranks.index(peer)]
+        slice_bytes = arena.layout.slot_bytes
+        self._segments, self._slices = segments.memory, segments.slices(slice_bytes)
+        self._num_copied, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
+        self._num_announced = self._num_passed = memory.own.load(flag)
         self._copies: deque[torch.cuda.Event] = deque()
 
-    def slot(self) -> torch.Tensor | None:
-        self._announce()
-        if self._num_filled - self._num_consumed >= self._arena.layout.ring_depth:
-            return None
-        return self._arena.ring_slot(self._arena.local, self._consumer, self._num_filled)
-
-    def commit(self, num_bytes: int, dst: int) -> None:  # noqa: ARG002  the consumer knows the size
-        self._num_filled += 1
+    def _count_copy(self) -> None:
+        self._num_copied += 1
+        self._num_passed += 1
         self._copies.append(_event_after_copy())
 
-    @property
-    def is_drained(self) -> bool:
-        self._announce()
-        return self._num_consumed == self._num_filled
-
-    @property
-    def _num_consumed(self) -> int:
-        return self._memory.flags[self._consumer].load(self._memory.layout.consumed_flag(self._arena.local))
-
-    def _announce(self) -> None:
+    def _has_announced_all(self) -> bool:
         while self._copies and self._copies[0].query():
             self._copies.popleft()
             self._num_announced += 1
             self._memory.own.store(self._flag, self._num_announced)
-
-
-class DeviceRingIn:
-    """Consumer's end of a ``DeviceRingOut``."""
-
-    def __init__(self, memory: NodeMemory, arena: Arena, producer: int) -> None:
-        self._memory, self._arena, self._producer = memory, arena, producer
-        self._flag = memory.layout.consumed_flag(producer)
-        self._num_released = self._num_taken = memory.own.load(self._flag)
-        self._copies: deque[torch.cuda.Event] = deque()
-
-    def message(self) -> torch.Tensor | None:
-        self._release()
-        produced = self._memory.flags[self._producer].load(self._memory.layout.produced_flag(self._arena.local))
-        if produced <= self._num_taken:
-            return None
-        return self._arena.ring_slot(self._producer, self._arena.local, self._num_taken)
-
-    def release(self) -> None:
-        self._num_taken += 1
-        self._copies.append(_event_after_copy())
-
-    @property
-    def is_released(self) -> bool:
-        self._release()
         return not self._copies
 
-    def _release(self) -> None:
-        while self._copies and self._copies[0].query():
-            self._copies.popleft()
-            self._num_released += 1
-            self._memory.own.store(self._flag, self._num_released)
+
+class SegmentSender(_RingTask):
+    """Task that gathers segments slice by slice into the ring to a rank."""
+
+    def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, dst: int, copy: Copy) -> None:
+        self._consumer = arena.node_ranks.index(dst)
+        super().__init__(segments, memory, arena, dst, memory.layout.produced_flag(self._consumer), copy)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Messages that the consumer has not taken yet."""
+        return self._num_passed - self._peers_flags.load(self._memory.layout.consumed_flag(self._arena.local))
+
+    def step(self) -> bool:
+        self._has_announced_all()
+        if self._num_copied == self._num_slices or self._num_waiting >= self._arena.layout.ring_depth:
+            return False
+        slot, piece = self._arena.ring_slot(self._arena.local, self._consumer, self._num_passed), next(self._slices)
+        self._copy(self._segments, piece.offset_bytes, slot, piece.packed_offset_bytes, piece.num_bytes)
+        self._count_copy()
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_copied == self._num_slices and self._has_announced_all() and not self._num_waiting
+
+    def stall(self) -> Stall:
+        expected, seen = f"{self._num_slices} slices taken", f"{self._num_copied} sent"
+        return Stall("gathering and sending", (self._peer,), expected, seen)
+
+
+class SegmentReceiver(_RingTask):
+    """Task that scatters slices from the ring of a ``SegmentSender`` to segments."""
+
+    def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, src: int, copy: Copy) -> None:
+        self._producer = arena.node_ranks.index(src)
+        super().__init__(segments, memory, arena, src, memory.layout.consumed_flag(self._producer), copy)
+
+    def step(self) -> bool:
+        self._has_announced_all()
+        num_produced = self._peers_flags.load(self._memory.layout.produced_flag(self._arena.local))
+        if self._num_copied == self._num_slices or num_produced <= self._num_passed:
+            return False
+        slot, piece = self._arena.ring_slot(self._producer, self._arena.local, self._num_passed), next(self._slices)
+        self._copy(slot, piece.packed_offset_bytes, self._segments, piece.offset_bytes, piece.num_bytes)
+        self._count_copy()
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_copied == self._num_slices and self._has_announced_all()
+
+    def stall(self) -> Stall:
+        return Stall("receiving and scattering", (self._peer,), f"{self._num_slices} slices", f"{self._num_copied}")
 
 
 class NetworkExchange:
@@ -133,24 +153,20 @@ class DeviceSegmentChannels:
     def __init__(
         self, memory: NodeMemory, context: CudaContext, network: Network | None, stream: torch.cuda.Stream
     ) -> None:
-        self.device = context.arena.device
         self._memory, self._arena, self._network = memory, context.arena, network
         self._copy = partial(copy_segments, context.launcher(stream))
 
     def tasks(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> list[Task]:
-        rank, local_of, size = self._arena.rank, self._arena.node_ranks.index, self._arena.layout.slot_bytes
-        tasks: list[Task] = []
+        rank, tasks = self._arena.rank, list[Task]()
         remote_send, remote_receive = self._on_other_nodes(send), self._on_other_nodes(receive)
         if self._network and (remote_send or remote_receive):
             tasks.append(NetworkExchange(remote_send, remote_receive, self._network, self._copy))
         for dst, segments in in_turn(rank, send):
             if dst not in remote_send:
-                ring_out = DeviceRingOut(self._memory, self._arena, local_of(dst))
-                tasks.append(SegmentSender(segments, ring_out, dst, size, self._copy))
+                tasks.append(SegmentSender(segments, self._memory, self._arena, dst, self._copy))
         for src, segments in in_turn(rank, receive):
             if src not in remote_receive:
-                ring_in = DeviceRingIn(self._memory, self._arena, local_of(src))
-                tasks.append(SegmentReceiver(segments, ring_in, src, size, self._copy))
+                tasks.append(SegmentReceiver(segments, self._memory, self._arena, src, self._copy))
         return tasks
 
     def _on_other_nodes(self, partners: Mapping[int, Segments]) -> dict[int, Segments]:

@@ -12,41 +12,13 @@ import torch
 
 from fusco.core.errors import TransportError
 from fusco.core.placement import ExpertPlacement
+from fusco.cuda.kernels.abi import address
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
-from fusco.cuda.kernels.plan import PlannedRows, PlanTensors
+from fusco.cuda.kernels.plan import PlannedRows
 
 SEVERAL_STREAMS = -1  # the handle of no stream
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowRun:
-    """Rows that follow each other in a plan, as ``held_rows.Rows`` has them. No kernel needs views of the tensors."""
-
-    first_row: tuple[int, ...]  # see ``HeldRows``
-    tables: PlanTensors  # of the plan
-    begin: int  # the first of them among the plan's rows
-    mark: int  # the first of them among ``PlannedRows.token_to_ranks``
-    tensors = ()  # the plan has them
-
-    @property
-    def num_topk(self) -> int:
-        return self.tables.shape.num_topk
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.tables.shape.weight_bytes
-
-    @property
-    def offsets(self) -> RowAddresses:
-        """Offsets of the addresses from those of the plan."""
-        first_pair = self.begin * self.num_topk
-        return RowAddresses(4 * first_pair, self.weight_bytes * first_pair, 4 * self.mark)
-
-    @property
-    def addresses(self) -> RowAddresses:
-        return RowAddresses(*map(operator.add, self.tables.addresses, self.offsets))
 
 
 def is_capturing() -> bool:
@@ -98,19 +70,16 @@ class DevicePlan(PlannedRows):
         return torch.tensor(memoryview(self.reported_counts).cast("i").tolist(), dtype=torch.int64, device="cpu")
 
     @property
-    def addresses(self) -> RowAddresses:
-        """Addresses of all rows, as ``held_rows.Rows`` has them; a plan with one node is its rows."""
-        return self.tables.addresses
+    def all_rows(self) -> HeldRows:
+        """All rows, in order of source; with one node, ranks hold them so."""
+        return HeldRows(self.first_row, self.tables.addresses, self.num_topk, self.tables.shape.weight_bytes)
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.tables.shape.weight_bytes
-
-    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows | RowRun:
+    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows:
         """Return some of the rows; copied unless they follow each other in the plan.
 
         ``runs`` has, for each rank of the node, the rows that it holds, in order: (source, first, end).
         """
+        tables, weight_bytes = self.tables, self.tables.shape.weight_bytes
         places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
         first_row = [0]
         for of_rank in places:
@@ -120,13 +89,15 @@ class DevicePlan(PlannedRows):
         marks = _joined((before[src] + first, before[src] + end) for src, first, end in runs[local])
         if len(joined) <= 1 and len(marks) <= 1:
             begin, mark = (of[0][0] if of else 0 for of in (joined, marks))
-            return RowRun(first_row=tuple(first_row), tables=self.tables, begin=begin, mark=mark)
-        return HeldRows(
-            first_row=tuple(first_row),
-            row_to_slots=_concatenated(self.row_to_slots, joined),
-            weights=None if self.weights is None else _concatenated(self.weights, joined),
-            token_to_ranks=_concatenated(self.token_to_ranks, marks),
-        )
+            first_pair = begin * self.num_topk
+            offsets = RowAddresses(4 * first_pair, weight_bytes * first_pair, 4 * mark)
+            addresses = RowAddresses(*map(operator.add, tables.addresses, offsets))
+            return HeldRows(tuple(first_row), addresses, self.num_topk, weight_bytes, offsets)
+        slots, ranks = _concatenated(tables.row_to_slots, joined), _concatenated(tables.token_to_ranks, marks)
+        weights = None if tables.weights is None else _concatenated(tables.weights, joined)
+        addresses = RowAddresses(slots.data_ptr(), address(weights), ranks.data_ptr())
+        copies = (slots, ranks) if weights is None else (slots, weights, ranks)
+        return HeldRows(tuple(first_row), addresses, self.num_topk, weight_bytes, tensors=copies)
 
     @property
     def slot_weights(self) -> torch.Tensor:
@@ -155,13 +126,14 @@ class DevicePlan(PlannedRows):
         return result
 
     def _k_of_slots(self) -> torch.Tensor:
-        k = torch.arange(self.num_topk, device=self.row_to_slots.device)
-        return self._of_slots(k.expand(self.row_to_slots.shape))
+        slots = self.tables.row_to_slots
+        return self._of_slots(torch.arange(self.num_topk, device=slots.device).expand(slots.shape))
 
     def _of_slots(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of pairs, by slot."""
         # One extra slot, for all pairs without a slot.
-        slots = torch.where(self.row_to_slots < 0, self.num_slots, self.row_to_slots).long()
+        slots = self.tables.row_to_slots
+        slots = torch.where(slots < 0, self.num_slots, slots).long()
         return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,6 @@ from fusco.control.connect import Connections
 from fusco.control.keeping import leak
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
-from fusco.control.tcp_mesh import TcpMesh
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import RowOverflowError, Stall
 from fusco.core.placement import ExpertPlacement
@@ -78,13 +77,13 @@ class Shuffle(Protocol[_PlanT]):
     ) -> Pending[DispatchOutput[_PlanT]]:
         """Prepare what ``Engine.prepare_dispatch`` returns."""
 
-    def prepare_redispatch(
+    def redispatch(
         self, request: RedispatchRequest[_PlanT], call: Call, stream: torch.cuda.Stream
-    ) -> Pending[list[torch.Tensor]]:
-        """Prepare what ``Engine.prepare_redispatch`` returns."""
+    ) -> list[torch.Tensor]:
+        """Move rows along an earlier plan, once all ranks agree."""
 
-    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows, once all ranks agree."""
+    def combine(self, request: CombineRequest[_PlanT], call: Call, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Sum rows of each tensor, once all ranks agree."""
 
 
 class CudaEngine:
@@ -103,7 +102,6 @@ class CudaEngine:
         device = library.device
         self._topology, self._device = config.topology, device
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
-        self._mesh = connections.mesh
         self._rank, self._placement = store_gather.rank, placement
         self._links = replace(CUDA_LINKS, lane_links=lane_links(config.rank_links))
         self._ending_s = _ENDING * config.settings.timeout_s
@@ -121,7 +119,7 @@ class CudaEngine:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
             resources.callback(self._peer_watch.close)
-            self._shuffle = self._make_shuffle()
+            self._shuffle = self._make_shuffle(connections.transport.descriptors)
             self._watchdog.add_device_probe(self._device_stall)
             torch.cuda.synchronize(device)  # the first verb may run on any stream
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
@@ -132,7 +130,7 @@ class CudaEngine:
         on_stall = self._arena.abort_after_network
         return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
-    def _make_shuffle(self) -> Shuffle[Any]:
+    def _make_shuffle(self, descriptors: Mapping[int, int]) -> Shuffle[Any]:
         planner = DevicePlanner(self._context)
         own_rows = OwnRows(self._context)
         if not self._network:
@@ -143,16 +141,15 @@ class CudaEngine:
             return shuffle
         packing_stream = self._order.new_stream(priority=-1)
         internode = InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
-        if isinstance(self._mesh, TcpMesh):
-            self._repeated_calls = RepeatedInternodeCalls(
-                context=self._context,
-                planner=planner,
-                order=self._order,
-                memory=self._memory,
-                shuffle=internode,
-                descriptors=self._mesh.descriptors,
-                network=self._network,
-            )
+        self._repeated_calls = RepeatedInternodeCalls(
+            context=self._context,
+            planner=planner,
+            order=self._order,
+            memory=self._memory,
+            shuffle=internode,
+            descriptors=descriptors,
+            network=self._network,
+        )
         return internode
 
     @property
@@ -206,30 +203,34 @@ class CudaEngine:
         return Pending(pending.counts, run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
+        move, keep = self._shuffle.redispatch, lambda calls: calls.keep_redispatch(request)
+        return self._along_plan(request, request.payloads, move, keep, call)
+
+    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
+        move, keep = self._shuffle.combine, lambda calls: calls.keep_combine(request)
+        return self._along_plan(request, request.rows, move, keep, call)
+
+    def _along_plan(
+        self,
+        request: RedispatchRequest[DevicePlan] | CombineRequest[DevicePlan],
+        rows: Sequence[torch.Tensor],
+        move: Callable[..., list[torch.Tensor]],
+        keep: Callable[[RepeatedCalls], None],
+        call: Call,
+    ) -> Pending[list[torch.Tensor]]:
+        """Return a call along a plan; ``keep`` prepares to repeat it, if it was made before."""
         launch, order = request.launch, self._order
-        stream, context = order.enter(launch, *request.payloads, held=request.plan)
-        pending = inside(context, self._shuffle.prepare_redispatch, request, call, stream)
 
-        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-            rows: list[torch.Tensor] = inside(context, pending.run, counts)
-            order.hand_over(rows, launch, stream)
-            return rows
-
-        return Pending(pending.counts, run)
-
-    def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[torch.Tensor]:
-        launch, order = request.launch, self._order
-
-        def run(_: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             begin = perf_counter()
-            stream, context = order.enter(launch, request.rows, held=request.plan)
-            out = inside(context, self._shuffle.combine, request, call, stream)
+            stream, context = order.enter(launch, *rows, held=request.plan)
+            outputs: list[torch.Tensor] = inside(context, move, request, call, stream)
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
-                order.hand_over((out,), launch, stream)
+                order.hand_over(outputs, launch, stream)
             elif self._repeated_calls and request.known:
-                self._repeated_calls.keep_combine(request)
-            return out
+                keep(self._repeated_calls)
+            return outputs
 
         return Pending((), run)
 
@@ -288,7 +289,7 @@ class CudaEngine:
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as cuda_stream:
-            run_stream(self._streams(cuda_stream), name, send, receive, self._run)
+            run_stream(name, send, receive, self._streams(cuda_stream).tasks, self._run)
 
     def wait(self) -> None:
         self._order.wait()

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +36,8 @@ from fusco.cuda.intranode import narrowed
 from fusco.cuda.kernels.abi import MemoryAt, Payload
 from fusco.cuda.kernels.add_returned import add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.held_rows import Rows
+from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.node_barrier import node_barrier
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
 from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
@@ -61,6 +62,17 @@ from fusco.planner.traffic import Traffic
 _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
 
+class _Summing(NamedTuple):
+    """What all launches of a combine have in common."""
+
+    request: CombineRequest[InternodePlan]
+    rows: torch.Tensor  # aligned
+    wire_dtype: torch.dtype
+    launcher: Launcher  # on ``stream``
+    stream: torch.cuda.Stream
+    call: Call
+
+
 class InternodeShuffle:
     """Dispatch and combine of one rank where there are several nodes.
 
@@ -82,7 +94,7 @@ class InternodeShuffle:
     ) -> None:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
-        self._ring = SliceRing(network, self._layout, self._arena.buffers[0].memory)
+        self._ring = SliceRing(network, self._layout, self._arena.memory)
         self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
@@ -118,9 +130,9 @@ class InternodeShuffle:
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
             published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
-            transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
+            transfer = Transfer(payloads=payloads, launch=request.launch, stream=stream, call=call)
             latest.counts, latest.scatters = counts, transfer.launched
-            output = self._dispatch(request, forwarding, packed, transfer)
+            output = self._dispatch(request, published, forwarding, transfer)
             if not request.static:
                 self._complete(request, output.plan, terms, transfer)
             return output
@@ -128,65 +140,63 @@ class InternodeShuffle:
         published = PublishedRows(routing.num_tokens, tuple(num_rows_to_node))
         return Pending([int(request.static is not None), *published.pack()], run)
 
-    def prepare_redispatch(
+    def redispatch(
         self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
-    ) -> Pending[list[torch.Tensor]]:
+    ) -> list[torch.Tensor]:
         """Move rows along an earlier plan."""
-        plan, launch = request.plan, _with_sms(request.launch)
-        payloads = list(map(aligned, request.payloads))
+        plan, payloads = request.plan, list(map(aligned, request.payloads))
+        transfer = Transfer(payloads=payloads, launch=_with_sms(request.launch), stream=stream, call=call)
+        arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
+        rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
+        self._scatter_slices(plan, transfer, rows, arrivals)
+        return rows
 
-        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-            published = list(map(PublishedRows.unpack, counts))
-            transfer = Transfer(payloads=payloads, published=published, launch=launch, stream=stream, call=call)
-            with call.profile.spend("wire"):
-                arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
-                rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
-                self._scatter_slices(plan, transfer, rows, arrivals)
-            return rows
+    def combine(
+        self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
+    ) -> list[torch.Tensor]:
+        """Sum rows of each tensor."""
+        return [self._combine(request, rows, call, stream) for rows in map(aligned, request.rows)]
 
-        return Pending(PublishedRows(plan.num_tokens).pack(), run)
-
-    def combine(self, request: CombineRequest[InternodePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
+    def _combine(
+        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
+    ) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
-        plan, rows = request.plan, aligned(request.rows)
-        timeline, launcher = self._context.timeline, self._context.launcher(stream)
+        plan, timeline = request.plan, self._context.timeline
+        wire_dtype, launcher = self._context.wire_dtype(rows.dtype), self._context.launcher(stream)
+        summing = _Summing(request, rows, wire_dtype, launcher, stream, call)
         self.latest_combine = LatestCombine()
-        returned, arrival = self._return_sums(request, rows, call, stream)
+        returned, arrival = self._return_sums(summing)
         own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
         with timeline.span("sum", "own tokens", stream):
-            self._sum(request, plan.own_rows, rows, own, call, stream)
+            self._sum(summing, plan.own_rows, own)
         if arrival:
             stream.wait_event(arrival)
             if plan.traffic.is_shared:
-                self._fetch_sums(plan.traffic, returned, call, stream)
+                self._fetch_sums(summing, returned)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
         remote_nodes, places = sorted(returned), plan.forwarding
-        call.profile.internode_empty_bytes = (
-            plan.num_empty_rows * rows.shape[1] * self._context.wire_dtype(rows.dtype).itemsize
-        )
+        call.profile.internode_empty_bytes = plan.num_empty_rows * rows.shape[1] * wire_dtype.itemsize
         sums = [returned[remote] for remote in remote_nodes]
         places_of = [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes]
         with timeline.span("add", "sums of other nodes", stream):
             self.latest_combine.add = add_returned(launcher, own, sums, places_of, out)
         return out
 
-    def _return_sums(
-        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
-    ) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
+    def _return_sums(self, summing: _Summing) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
         """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
-        plan, timeline, hidden = request.plan, self._context.timeline, rows.shape[1]
-        traffic, wire_dtype = plan.traffic, self._context.wire_dtype(rows.dtype)
+        request, rows, wire_dtype, _, stream, call = summing
+        plan, traffic, timeline, hidden = request.plan, request.plan.traffic, self._context.timeline, rows.shape[1]
         size = hidden * wire_dtype.itemsize
         rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
         own_rows = traffic.num_rows[plan.rank]
         returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
-        carried = self._arena.address(self._arena.local, 0, self._layout.offsets["pool"])
+        carried = self._arena.address(self._arena.local, self._layout.offsets["pool"])
         streams = stream, self._network.stream
         arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):
             sums = self._ring.slot(number, stream, wire_dtype)
             with timeline.span("sum", f"slice {number}", stream):
-                self._sum(request, held, rows, sums, call, stream)
+                self._sum(summing, held, sums)
             sends, address = [], sums.data_ptr()
             for piece in traffic.receives(plan.rank, number, rows_per_slice):
                 sends.append(Message(piece.carrier, address, piece.num_rows * size))
@@ -201,43 +211,37 @@ class InternodeShuffle:
             arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", streams, timeline)
         return returned, arrival
 
-    def _fetch_sums(
-        self, traffic: InternodeTraffic, returned: dict[int, torch.Tensor], call: Call, stream: torch.cuda.Stream
-    ) -> None:
+    def _fetch_sums(self, summing: _Summing, returned: dict[int, torch.Tensor]) -> None:
         """Copy the sums of this rank's rows that others of its node carry, as soon as all have received theirs."""
-        launcher, nodes = self._context.launcher(stream), self._topology.rank_to_local
-        with self._context.timeline.span("copy", "sums that other ranks carried", stream):
-            node_barrier(launcher)
+        traffic, nodes = summing.request.plan.traffic, self._topology.rank_to_local
+        with self._context.timeline.span("copy", "sums that other ranks carried", summing.stream):
+            node_barrier(summing.launcher)
             tables = (*(column.tolist() for column in traffic.own), traffic.own_places.tolist())
             for _, node, first, end, carrier, _, place in zip(*tables, strict=True):
                 if carrier != traffic.rank:
                     sums = returned[node][first:end]
                     sums.copy_(self._arena.pooled_like(nodes[carrier], place, sums))
-                    call.profile.lane_row_bytes += sums.nbytes
-            node_barrier(launcher)  # carriers may overwrite them
+                    summing.call.profile.lane_row_bytes += sums.nbytes
+            node_barrier(summing.launcher)  # carriers may overwrite them
 
-    def _sum(
-        self,
-        request: CombineRequest[InternodePlan],
-        held: Rows,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        call: Call,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        launcher, wire_dtype = self._context.launcher(stream), self._context.wire_dtype(rows.dtype)
+    def _sum(self, summing: _Summing, held: HeldRows, out: torch.Tensor) -> None:
+        request, rows, wire_dtype, launcher, _, call = summing
         num_sms = _with_sms(request.launch).num_sms
         launched = combine_rows(launcher, held, rows, wire_dtype, out, is_weighted=request.is_weighted, num_sms=num_sms)
         call.profile.count_sms(launched.grid)
         self.latest_combine.sums.append(launched)
 
     def _dispatch(
-        self, request: DispatchRequest, forwarding: ForwardingTensors, packed: torch.Tensor, transfer: Transfer
+        self,
+        request: DispatchRequest,
+        published: Sequence[PublishedRows],
+        forwarding: ForwardingTensors,
+        transfer: Transfer,
     ) -> DispatchOutput[InternodePlan]:
-        stream, profile, published = transfer.stream, transfer.call.profile, transfer.published
+        stream, profile = transfer.stream, transfer.call.profile
         with profile.spend("planning"):
-            traffic = self._traffic(request, transfer)
-            messages = RoutingMessages(request.routing, packed, traffic)
+            traffic = self._traffic(request, published, transfer.call)
+            messages = RoutingMessages(request.routing, self.latest_dispatch.packed, traffic)
             profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
         # Routing travels with the first slice: separate, it would cost the network's latency once more.
         sending = self._sender.send(
@@ -282,9 +286,9 @@ class InternodeShuffle:
         with profile.spend("planning"):
             self._planner.size_exactly(plan)
 
-    def _traffic(self, request: DispatchRequest, transfer: Transfer) -> InternodeTraffic:
+    def _traffic(self, request: DispatchRequest, published: Sequence[PublishedRows], call: Call) -> InternodeTraffic:
         """Return the rows in messages between nodes; those of a fixed size say nothing that a balancer could use."""
-        num_rows = tuple(of_rank.num_rows_to_node for of_rank in transfer.published)
+        num_rows = tuple(of_rank.num_rows_to_node for of_rank in published)
         is_balanced = not request.static and self._topology.ranks_per_node > 1
         # Sizes of messages that are fixed repeat, and so do those of a benchmark.
         key = (num_rows, request.balancer if is_balanced else None)
@@ -293,7 +297,7 @@ class InternodeShuffle:
         if known is None:
             if is_balanced:
                 traffic = Traffic.from_counts(self._topology, num_rows, self._layout.rank_links)
-                lanes = agreed_lanes(transfer.call, request.balancer, traffic, self._layout.max_crossing_rows)
+                lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
             else:
                 lanes = Lanes.of_groups(Groups.of_same_local_rank(self._topology), num_rows)
             known = InternodeTraffic(self._context.rank, lanes, num_rows)

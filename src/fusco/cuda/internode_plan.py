@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusco.cuda.device_plan import DevicePlan, RowRun
+from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.planner.internode import InternodeTraffic
@@ -32,7 +32,7 @@ class InternodePlan(DevicePlan):
     allocated: tuple[object, tuple[torch.Tensor, torch.Tensor] | None] | None = field(
         default=None, init=False, repr=False, compare=False
     )
-    _slices: dict[int, list[HeldRows | RowRun]] = field(default_factory=dict)
+    _slices: dict[int, list[HeldRows]] = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -42,25 +42,25 @@ class InternodePlan(DevicePlan):
         return [*super().tensors, self.forwarding.memory, *copies]
 
     @property
-    def own_rows(self) -> HeldRows | RowRun:
+    def own_rows(self) -> HeldRows:
         """Rows of this node's ranks."""
         return self.kept(self._slices, _OWN, self._find_own_rows)[0]
 
-    def _find_own_rows(self) -> list[HeldRows | RowRun]:
+    def _find_own_rows(self) -> list[HeldRows]:
         node_ranks = self.traffic.node_ranks
         runs = [[(rank, 0, self.num_rows_of(rank))] for rank in node_ranks]
         return [self.rows_of(runs, node_ranks.index(self.rank))]
 
     @property
-    def known_slices(self) -> list[list[HeldRows | RowRun]]:
+    def known_slices(self) -> list[list[HeldRows]]:
         """Results of ``slices`` so far, one for each number of rows in a slice."""
         return [slices for rows_per_slice, slices in self._slices.items() if rows_per_slice != _OWN]
 
-    def slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
+    def slices(self, rows_per_slice: int) -> list[HeldRows]:
         """Return the rows of other nodes' ranks, by slice."""
         return self.kept(self._slices, rows_per_slice, lambda: self._find_slices(rows_per_slice))
 
-    def _find_slices(self, rows_per_slice: int) -> list[HeldRows | RowRun]:
+    def _find_slices(self, rows_per_slice: int) -> list[HeldRows]:
         traffic, node_ranks = self.traffic, self.traffic.node_ranks
         return [
             self.rows_of(

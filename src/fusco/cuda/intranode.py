@@ -28,7 +28,7 @@ class IntranodeShuffle:
 
     def __init__(self, context: CudaContext, planner: DevicePlanner, own_rows: OwnRows) -> None:
         self._context, self._planner, self._own_rows = context, planner, own_rows
-        self.launched: list[PreparedLaunch] = []  # by the latest dispatch or combine
+        self.launched: list[PreparedLaunch] = []  # by the latest call
 
     def pending_error(self) -> None:
         """Return no error: plans report all that there are."""
@@ -40,45 +40,41 @@ class IntranodeShuffle:
         payloads = [aligned(payload) for payload in request.payloads]
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
-            published = [PublishedRows.unpack(of_rank) for of_rank in counts]
-            transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            return self._dispatch(request, transfer)
+            transfer = Transfer(payloads=payloads, launch=request.launch, stream=stream, call=call)
+            return self._dispatch(request, [PublishedRows.unpack(of_rank).num_tokens for of_rank in counts], transfer)
 
         return Pending(PublishedRows(request.routing.num_tokens).pack(), run)
 
-    def prepare_redispatch(
+    def redispatch(
         self, request: RedispatchRequest[DevicePlan], call: Call, stream: torch.cuda.Stream
-    ) -> Pending[list[torch.Tensor]]:
+    ) -> list[torch.Tensor]:
         """Move rows along an earlier plan."""
-        plan, payloads = request.plan, list(map(aligned, request.payloads))
+        payloads = list(map(aligned, request.payloads))
+        transfer = Transfer(payloads=payloads, launch=request.launch, stream=stream, call=call)
+        rows = self._own_rows.scatter(request.plan, request.plan.all_rows, transfer)
+        self.launched = transfer.launched
+        return rows
 
-        def run(counts: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-            published = list(map(PublishedRows.unpack, counts))
-            transfer = Transfer(payloads=payloads, published=published, launch=request.launch, stream=stream, call=call)
-            with call.profile.spend("wire"):
-                return self._own_rows.scatter(plan, plan, transfer)
-
-        return Pending(PublishedRows(plan.num_tokens).pack(), run)
-
-    def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> torch.Tensor:
-        """Sum rows."""
-        plan, rows, context = request.plan, aligned(request.rows), self._context
-        out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        wire_dtype = context.wire_dtype(rows.dtype)
+    def combine(self, request: CombineRequest[DevicePlan], call: Call, stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """Sum rows of each tensor."""
+        plan, context, sums = request.plan, self._context, []
         launch = partial(combine_rows, is_weighted=request.is_weighted, num_sms=request.launch.num_sms)
-        arguments = (context.launcher(stream), plan, rows, wire_dtype, out)
-        launched = context.timeline.timed("sum", "tokens", stream, launch, *arguments)
-        call.profile.count_sms(launched.grid)
-        self.launched = [launched]
-        return out
+        self.launched = []
+        for rows in map(aligned, request.rows):
+            sums.append(rows.new_empty(plan.num_tokens, rows.shape[1]))
+            arguments = (context.launcher(stream), plan.all_rows, rows, context.wire_dtype(rows.dtype), sums[-1])
+            self.launched.append(context.timeline.timed("sum", "tokens", stream, launch, *arguments))
+            call.profile.count_sms(self.launched[-1].grid)
+        return sums
 
-    def _dispatch(self, request: DispatchRequest, transfer: Transfer) -> DispatchOutput[DevicePlan]:
+    def _dispatch(
+        self, request: DispatchRequest, num_rows: Sequence[int], transfer: Transfer
+    ) -> DispatchOutput[DevicePlan]:
         """Launch plan and scatter; an exact size is read while rows move, if its bound is affordable."""
         routing, profile, own_rows, planner = request.routing, transfer.call.profile, self._own_rows, self._planner
         begin = perf_counter()
         weights = None if routing.topk_weights is None else plain(routing.topk_weights)
         published = [(routing.topk_idx.contiguous(), weights)]
-        num_rows = [of_rank.num_tokens for of_rank in transfer.published]
         plan = planner.new_plan(DevicePlan, request, num_rows, transfer.stream)
 
         is_early = pushes_early(plan.first_row[-1])
@@ -91,10 +87,10 @@ class IntranodeShuffle:
         profile.planning_s += planned - begin
         rows = None
         if request.static:
-            rows = own_rows.scatter(plan, plan, transfer, planning=planning)
+            rows = own_rows.scatter(plan, plan.all_rows, transfer, planning=planning)
         elif (bound := affordable_bound_of(plan, request, transfer.row_bytes)) is not None:
             with suppress(torch.cuda.OutOfMemoryError):  # then nothing has been launched; there may be room for fewer
-                rows = own_rows.scatter(plan, plan, transfer, bound, planning)
+                rows = own_rows.scatter(plan, plan.all_rows, transfer, bound, planning)
         if rows is None:
             launch_plan()
         profile.wire_s += perf_counter() - planned
@@ -115,7 +111,7 @@ class IntranodeShuffle:
         transfer.call.profile.planning_s += perf_counter() - begin
         if rows is None:
             with transfer.call.profile.spend("wire"):
-                return self._own_rows.scatter(plan, plan, transfer)
+                return self._own_rows.scatter(plan, plan.all_rows, transfer)
         return narrowed(rows, plan.num_slots)
 
 

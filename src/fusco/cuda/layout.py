@@ -7,9 +7,9 @@ from functools import cached_property
 
 from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
-from fusco.cuda.tuning import NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
+from fusco.cuda.tuning import MAX_PARTS, NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 from fusco.planner.rank_links import most_crossing_rows
 
 MAX_PAYLOADS = 8  # per dispatch

@@ -16,10 +16,9 @@ from fusco.core.rows import row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels.abi import Payload
-from fusco.cuda.kernels.held_rows import Rows
+from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
-from fusco.engine.published_rows import PublishedRows
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,6 @@ class Transfer:
     """Rows that one call moves, once all ranks have agreed."""
 
     payloads: Sequence[torch.Tensor]  # rows of this rank, aligned
-    published: Sequence[PublishedRows]  # published by each rank of the group
     launch: Launch  # launch options
     stream: torch.cuda.Stream  # the stream for all launches
     call: Call  # counts times and SMs
@@ -55,7 +53,7 @@ class OwnRows:
     def scatter(
         self,
         plan: DevicePlan,
-        held: Rows,
+        held: HeldRows,
         transfer: Transfer,
         num_slots: int | None = None,
         planning: Planning | None = None,
@@ -81,7 +79,7 @@ class OwnRows:
         self,
         what: str,
         plan: DevicePlan,
-        held: Rows,
+        held: HeldRows,
         payloads: Sequence[Payload],
         transfer: Transfer,
         topk_idx: torch.Tensor | None = None,

@@ -28,13 +28,14 @@ from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.output_bound import affordable_bound_of
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.stream_order import StreamOrder
-from fusco.engine.base import CombineRequest, DispatchRequest, KnownCall
+from fusco.engine.base import CombineRequest, DispatchRequest, KnownCall, LateRejection, RedispatchRequest
 
 _Memory = TypeVar("_Memory")
 
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)  # whose ``new_empty`` makes a ``Tensor``
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
 _LOW_HALF = 0xFFFFFFFF
+_address_of = torch.Tensor.data_ptr
 
 
 def warm_up_repeated_calls() -> None:
@@ -76,12 +77,21 @@ class RepeatedCalls:
             num_slots = self.num_slots_of(request, plan)
             request.known.repeated = RepeatedDispatch(self, request, plan, launched, num_slots)
 
+    def keep_redispatch(self, request: RedispatchRequest[DevicePlan]) -> None:
+        """Prepare a dispatch along a plan that has just been launched, if an earlier one was the same."""
+        if self._is_second_of_plan(request, request.payloads):
+            request.known.repeated = RepeatedRedispatch(self, request, self.shuffle.launched)  # type: ignore[union-attr]
+
     def keep_combine(self, request: CombineRequest[DevicePlan]) -> None:
         """Prepare a combine that has just been launched, if an earlier one was the same."""
-        plan = request.plan
-        circumstances = (plan.tables.shape, plan.first_row, plan.stream, request.launch)
-        if is_second(request.known, circumstances) and self.can_repeat(request.launch, plan, [request.rows]):
-            request.known.repeated = RepeatedCombine(self, request, self.shuffle.launched[0])
+        if self._is_second_of_plan(request, request.rows):
+            request.known.repeated = RepeatedCombine(self, request, self.shuffle.launched)  # type: ignore[union-attr]
+
+    def _is_second_of_plan(
+        self, request: CombineRequest[DevicePlan] | RedispatchRequest[DevicePlan], rows: Sequence[torch.Tensor]
+    ) -> bool:
+        circumstances = (*of_plan(request.plan), request.launch)
+        return is_second(request.known, circumstances) and self.can_repeat(request.launch, request.plan, rows)
 
     def can_repeat_dispatch(self, request: DispatchRequest, plan: DevicePlan) -> bool:
         """Return whether a dispatch can be made again as it was launched."""
@@ -125,6 +135,11 @@ def is_second(known: KnownCall | None, circumstances: object) -> TypeGuard[Known
     return before == circumstances
 
 
+def of_plan(plan: DevicePlan) -> tuple[object, ...]:
+    """Return what a prepared call along a plan depends on: another plan may differ in addresses and ``num_slots``."""
+    return plan.first_row, plan.tables.shape, plan.stream
+
+
 def or_none(allocate: Callable[..., _Memory], *sizes: Any) -> _Memory | None:
     """Return new memory, or ``None`` if there is none: then the call is not repeated, and fails on all ranks."""
     try:
@@ -146,6 +161,7 @@ class Repeated:
         self._is_inference = torch.is_inference_mode_enabled()
         self._launch, self.record, self._num_sms = launch, record, num_sms
         self._allocate = allocator_of(calls.context.arena.device)
+        self._rows: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []  # shape, strides, dtype
 
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
@@ -159,6 +175,19 @@ class Repeated:
     def count(self, profile: CallProfile) -> None:
         """Set what the profile of a call has, but for times."""
         profile.num_sms = self._num_sms
+
+    def _keep_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Keep what the rows of each input and its output have in common."""
+        for rows in inputs:
+            strides = rows.new_empty((1, *rows.shape[1:]), device="meta").stride()
+            self._rows.append((tuple(rows.shape[1:]), strides, rows.dtype))
+
+    def _arguments_of(self, num_rows: int) -> list[Any]:
+        """Return shape, strides and dtype of each output with this number of rows."""
+        return [((num_rows, *shape), strides, dtype) for shape, strides, dtype in self._rows]
+
+    def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        return [self._allocate(*of_output) for of_output in arguments]
 
 
 class RepeatedDispatch(Repeated):
@@ -178,7 +207,8 @@ class RepeatedDispatch(Repeated):
         """
         assert request.known is not None
         counts = [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
-        super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched[1].grid)
+        record = calls.record(request.known.fingerprint, counts)
+        super().__init__(calls, request.launch, record, launched[1].grid)
         self._keep(calls, request, plan, num_slots)
         shape = plan.tables.shape
         # Indices of values, after the ticket.
@@ -195,14 +225,19 @@ class RepeatedDispatch(Repeated):
     def _keep(self, calls: RepeatedCalls, request: DispatchRequest, plan: DevicePlan, num_slots: int | None) -> None:
         """Keep what later calls have in common with this one."""
         self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
-        self._rows = [payload.new_empty((1, *payload.shape[1:]), device="meta") for payload in request.payloads]
+        self._keep_rows(request.payloads)
         self._outputs = self._arguments_of(num_slots or 0)
         self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device, calls.spare_limit)
         same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
         self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
 
     def outputs(
-        self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
+        self,
+        payloads: Sequence[torch.Tensor],
+        _topk_idx: torch.Tensor,
+        _topk_weights: torch.Tensor | None,
+        static: StaticRows | None,
+        launch: Launch | None,
     ) -> list[torch.Tensor] | None:
         """Return memory for the rows; ``None`` if the call is another one, or there is none."""
         if (static is not self._static and static != self._static) or not self._fits(launch):
@@ -214,19 +249,13 @@ class RepeatedDispatch(Repeated):
                 return None
         return [] if self._num_slots is None else or_none(self._new_outputs, self._outputs)
 
-    def _arguments_of(self, num_slots: int) -> list[Any]:
-        """Return shape, strides and dtype of each output with this number of rows."""
-        return [((num_slots, *row.shape[1:]), row.stride(), row.dtype) for row in self._rows]
-
-    def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [self._allocate(*of_output) for of_output in arguments]
-
     def run(
         self,
+        outputs: list[torch.Tensor],
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        outputs: list[torch.Tensor],
+        *_: object,
     ) -> DevicePlan:
         """Launch it, once all ranks agree, into these outputs, and return the plan; ``finish`` must follow.
 
@@ -234,30 +263,31 @@ class RepeatedDispatch(Repeated):
         """
         ticket, tables = self._planner.next_ticket(), self._memory.take()
         inputs = (topk_idx.data_ptr(), 0 if topk_weights is None else topk_weights.data_ptr())
-        rows = [payload.data_ptr() for payload in payloads]
-        places = [output.data_ptr() for output in outputs] or rows  # no outputs yet: the plan uses no rows
+        rows = list(map(_address_of, payloads))
+        places = list(map(_address_of, outputs)) or rows  # no outputs yet: the plan uses no rows
         num_slots = self._num_slots or 0
         self._launches[0].launch(0 if self._static else ticket, tables.address, num_slots, *inputs, *rows, *places)
         plan = DevicePlan(num_slots=num_slots, tables=tables, **self._of_plan)
         if self._num_slots is None:
             self._wait_for_size(plan)
             outputs += self._new_outputs(self._arguments_of(plan.num_slots))
-            places = [output.data_ptr() for output in outputs]
+            places = list(map(_address_of, outputs))
             self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
         return plan
 
-    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
-        """Wait for the size of the outputs unless they are static, and narrow them; return the error of an invalid id.
+    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> None:
+        """Wait for the size of the outputs unless they are static, and narrow them; ``LateRejection`` of an invalid id.
 
         What does not depend on the size should be done before: after the launch, and while the device works.
         """
         self._memory.refill()
         if self._static:
-            return None
+            return
         outcome = self._wait_for_size(plan)
         if plan.num_slots != self._num_slots:
             narrowed(outputs, plan.num_slots)
-        return self._planner.rejection_of(topk_idx) if outcome < 0 else None
+        if outcome < 0 and (rejection := self._planner.rejection_of(topk_idx)):
+            raise LateRejection(rejection)
 
     def _wait_for_size(self, plan: DevicePlan) -> int:
         """Wait for the latest plan, and return the outcome of its launch."""
@@ -269,31 +299,87 @@ class RepeatedDispatch(Repeated):
         return outcome
 
 
-class RepeatedCombine(Repeated):
-    """Combine of rows whose number, values and addresses alone differ from earlier ones."""
+class RepeatedOfPlan(Repeated):
+    """Base of calls along a plan: of rows whose number, values and addresses alone differ from earlier ones."""
 
-    def __init__(self, calls: RepeatedCalls, request: CombineRequest[DevicePlan], launched: PreparedLaunch) -> None:
-        """Prepare the combine that has just been launched."""
+    _launches: RepeatedLaunches
+
+    def __init__(
+        self,
+        calls: RepeatedCalls,
+        request: RedispatchRequest[Any] | CombineRequest[Any],
+        launched: Sequence[PreparedLaunch],
+    ) -> None:
+        """Keep what later calls have in common with the launched one."""
         assert request.known is not None
-        plan = request.plan
-        counts: list[tuple[int, ...]] = [()] * (len(plan.first_row) - 1)
-        super().__init__(calls, request.launch, calls.record(request.known.fingerprint, counts), launched.grid)
-        self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
-        hidden = request.rows.shape[1]
-        self._out = (plan.num_tokens, hidden), (hidden, 1), request.rows.dtype
-        memory, rows, out = 1, 2, 3  # indices of values, after the ticket
-        fields = [Field("out", out), *combine_fields(plan.tables.shape, memory, rows, is_weighted=request.is_weighted)]
-        self._launches = RepeatedLaunches([(launched, fields)], 4, plan.stream, 0)
+        record = calls.record(request.known.fingerprint, [()] * calls.context.topology.world_size)
+        super().__init__(calls, request.launch, record, max(each.grid for each in launched))
+        self._of_plan = of_plan(request.plan)
+        self._num_rows: int | None = None  # of an output; ``None`` for the slots of the plan
 
-    def output(self, y: torch.Tensor, plan: DevicePlan, launch: Launch | None) -> torch.Tensor | None:
-        """Return memory for the sums; ``None`` if the call is another one."""
-        if (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:
-            return None
-        # Strides of at most one row say nothing: rows with the same strides may have been contiguous before.
-        if y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
-            return None
-        return or_none(self._allocate, *self._out)
+    def _is_along(self, plan: DevicePlan, rows: Sequence[torch.Tensor], launch: Launch | None) -> bool:
+        """Return whether a call along a plan, now, is the same."""
+        if of_plan(plan) != self._of_plan:
+            return False
+        for each in rows:
+            # Strides of at most one row say nothing: rows with the same strides may have been contiguous before.
+            if each.data_ptr() % _ALIGNMENT or not each.is_contiguous():
+                return False
+        return self._fits(launch)
 
-    def run(self, y: torch.Tensor, plan: DevicePlan, out: torch.Tensor) -> None:
+    def outputs(self, rows: Sequence[torch.Tensor], plan: Any, launch: Launch | None) -> list[torch.Tensor] | None:
+        """Return memory for the results; ``None`` if the call is another one, or there is none."""
+        if not self._is_along(plan, rows, launch):
+            return None
+        num_rows = self._num_rows
+        if num_rows is None:
+            if plan.reported_counts is None and torch.are_deterministic_algorithms_enabled():
+                return None  # see ``RepeatedDispatch``
+            num_rows = plan.num_slots
+        return or_none(self._new_outputs, self._arguments_of(num_rows))
+
+    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any, *_: object) -> None:
         """Launch it, once all ranks agree."""
-        self._launches.launch(0, plan.tables.address, y.data_ptr(), out.data_ptr())
+        addresses = (*map(_address_of, rows), *map(_address_of, outputs))
+        self._launches.launch(0, plan.tables.address, plan.num_slots, *addresses)
+
+
+def _indices_of(num_inputs: int) -> tuple[int, int, range, range]:
+    """Return the indices of the values of ``RepeatedOfPlan.run``: memory of the plan, its slots, rows, outputs."""
+    return 1, 2, range(3, 3 + num_inputs), range(3 + num_inputs, 3 + 2 * num_inputs)
+
+
+class RepeatedRedispatch(RepeatedOfPlan):
+    """Dispatch along a plan."""
+
+    def __init__(
+        self, calls: RepeatedCalls, request: RedispatchRequest[DevicePlan], launched: Sequence[PreparedLaunch]
+    ) -> None:
+        """Prepare the dispatch that has just been launched."""
+        plan, payloads = request.plan, request.payloads
+        super().__init__(calls, request, launched)
+        self._keep_rows(payloads)
+        memory, num_slots, rows, outputs = _indices_of(len(payloads))
+        fields = [Field("rows", row, entry=payload) for payload, row in enumerate(rows)]
+        fields += scatter_fields(plan.tables.shape, memory, outputs, num_slots)
+        num_values = 3 + 2 * len(payloads)
+        self._launches = RepeatedLaunches([(launched[0], fields)], num_values, plan.stream, 0)
+
+
+class RepeatedCombine(RepeatedOfPlan):
+    """Combine of one tensor or several."""
+
+    def __init__(
+        self, calls: RepeatedCalls, request: CombineRequest[DevicePlan], launched: Sequence[PreparedLaunch]
+    ) -> None:
+        """Prepare the combine that has just been launched."""
+        plan, is_weighted = request.plan, request.is_weighted
+        super().__init__(calls, request, launched)
+        self._keep_rows(request.rows)
+        self._num_rows = plan.num_tokens
+        memory, _, *indices = _indices_of(len(request.rows))
+        launches = [
+            (each, [Field("out", out), *combine_fields(plan.tables.shape, memory, row, is_weighted=is_weighted)])
+            for each, row, out in zip(launched, *indices, strict=True)
+        ]
+        self._launches = RepeatedLaunches(launches, 3 + 2 * len(launched), plan.stream, 0)

@@ -16,12 +16,12 @@ from fusco.control.repeated_record import Condition
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
-from fusco.cuda.device_plan import RowRun
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.combine_rows import combine_fields
 from fusco.cuda.kernels.events import record_event, wait_for_event
 from fusco.cuda.kernels.gather_rows import Part
+from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.plan import plan_fields
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, forwarding_fields
 from fusco.cuda.kernels.repeated_launches import CONSTANT, Field, NativeCall, PreparedFields, RepeatedLaunches
@@ -29,10 +29,18 @@ from fusco.cuda.kernels.scatter_rows import scatter_fields
 from fusco.cuda.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network, SpareEvents
-from fusco.cuda.repeated_calls import Repeated, RepeatedCalls, RepeatedDispatch, is_second, or_none
+from fusco.cuda.repeated_calls import (
+    Repeated,
+    RepeatedCalls,
+    RepeatedDispatch,
+    RepeatedOfPlan,
+    is_second,
+    of_plan,
+    or_none,
+)
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_sender import forwarded_starts, num_rows_per_slice
-from fusco.engine.base import CombineRequest, DispatchRequest
+from fusco.engine.base import CombineRequest, DispatchRequest, RedispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
 _ALIGNMENT = 16  # of rows, in bytes
@@ -60,11 +68,15 @@ class RepeatedInternodeCalls(RepeatedCalls):
             num_slots = self.num_slots_of(request, plan)
             request.known.repeated = RepeatedInternodeDispatch(self, request, plan, latest, num_slots)
 
+    def keep_redispatch(self, request: RedispatchRequest[Any]) -> None:
+        """Prepare nothing."""
+
     def keep_combine(self, request: CombineRequest[Any]) -> None:
         plan, latest = request.plan, self.shuffle.latest_combine
-        circumstances = (plan.tables.shape, plan.first_row, plan.traffic, plan.stream, request.launch)
-        is_whole = is_second(request.known, circumstances) and len(latest.sums) == 2 and _is_in_runs(plan)
-        if request.known and latest.add and is_whole and self.can_repeat(request.launch, plan, [request.rows]):
+        circumstances = (*of_plan(plan), plan.traffic, request.launch)
+        is_alone = is_second(request.known, circumstances) and len(request.rows) == 1
+        is_whole = is_alone and len(latest.sums) == 2 and _is_in_runs(plan)
+        if request.known and latest.add and is_whole and self.can_repeat(request.launch, plan, request.rows):
             request.known.repeated = RepeatedInternodeCombine(self, request, latest)
 
 
@@ -79,15 +91,15 @@ def _is_one_slice(plan: InternodePlan, latest: LatestDispatch) -> bool:
 def _is_in_runs(plan: InternodePlan) -> bool:
     """Return whether rows of this node, and of others, each follow each other in the plan, and none is carried."""
     slices = plan.known_slices
-    are_runs = all(len(of) == 1 and isinstance(of[0], RowRun) for of in slices)
-    return bool(slices) and are_runs and isinstance(plan.own_rows, RowRun) and not plan.traffic.is_shared
+    are_runs = all(len(of) == 1 and of[0].offsets for of in slices)
+    return bool(slices) and are_runs and bool(plan.own_rows.offsets) and not plan.traffic.is_shared
 
 
-def _runs_of(plan: InternodePlan) -> tuple[RowRun, RowRun]:
-    """Return the rows of this node, and those of other nodes, which are one slice."""
-    own, of_others = plan.own_rows, plan.known_slices[0][0]
-    assert isinstance(own, RowRun)
-    assert isinstance(of_others, RowRun)
+def _offsets_in(plan: InternodePlan) -> tuple[RowAddresses, RowAddresses]:
+    """Return where the rows of this node are in the plan, and those of other nodes, which are one slice."""
+    own, of_others = plan.own_rows.offsets, plan.known_slices[0][0].offsets
+    assert own
+    assert of_others
     return own, of_others
 
 
@@ -153,8 +165,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
             [Field("rows", CONSTANT, start, payload) for payload, start in enumerate(starts)],
         )
         scatters: list[PreparedFields | NativeCall] = [
-            (launched, of_rows + scatter_fields(shape, memory, outputs, num, run.offsets))
-            for launched, of_rows, run in zip(latest.scatters, moved, _runs_of(plan), strict=True)
+            (launched, of_rows + scatter_fields(shape, memory, outputs, num, run))
+            for launched, of_rows, run in zip(latest.scatters, moved, _offsets_in(plan), strict=True)
         ]
         until_plan: list[PreparedFields | NativeCall] = [(latest.forwarding, packing), *gathers]
         until_plan += [*messages.calls, *arrival, planning]
@@ -168,18 +180,24 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         profile.internode_empty_bytes = self._num_empty * self._row_bytes
 
     def outputs(
-        self, payloads: Sequence[torch.Tensor], static: StaticRows | None, launch: Launch | None
-    ) -> list[torch.Tensor] | None:
-        if static is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
-            return None
-        return super().outputs(payloads, static, launch)
-
-    def run(
         self,
         payloads: Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor | None,
+        static: StaticRows | None,
+        launch: Launch | None,
+    ) -> list[torch.Tensor] | None:
+        if static is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
+            return None
+        return super().outputs(payloads, topk_idx, topk_weights, static, launch)
+
+    def run(
+        self,
         outputs: list[torch.Tensor],
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        *_: object,
     ) -> InternodePlan:
         ticket, tables, forwarding = self._planner.next_ticket(), self._memory.take(), self._forwardings.take()
         is_static, num_slots = self._static is not None, self._num_slots
@@ -207,16 +225,15 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
             self._launches[1].launch(0, tables.address, plan.num_slots, *known, 0, *rows, *places)
         return plan
 
-    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> Exception | None:
+    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> None:
         if not self._static:
             self._forwardings.refill()
             if self.combine and self.num_early < _MAX_EARLY:
                 self.num_early += 1
                 self.combine.expect(plan)
-        rejection = super().finish(plan, outputs, topk_idx)
-        if rejection is None and not self._static:
+        super().finish(plan, outputs, topk_idx)
+        if not self._static:
             plan.num_empty_rows = self._num_empty = self._message_rows.num_empty(self._shape, self._message_rows.ticket)
-        return rejection
 
 
 def _part_fields(parts: Sequence[Part], address: int, forwarding: int) -> list[Field]:
@@ -239,29 +256,25 @@ def _received_fields(routing: RoutingMessages) -> list[Field]:
     return fields
 
 
-class RepeatedInternodeCombine(Repeated):
-    """Combine of rows whose number, values and addresses alone differ from earlier ones."""
+class RepeatedInternodeCombine(RepeatedOfPlan):
+    """See ``RepeatedCombine``; of one tensor."""
 
     def __init__(
         self, calls: RepeatedInternodeCalls, request: CombineRequest[InternodePlan], latest: LatestCombine
     ) -> None:
         """Prepare the combine that has just been launched."""
-        assert request.known is not None
-        plan = request.plan
-        counts: list[tuple[int, ...]] = [()] * plan.traffic.lanes.topology.world_size
-        record = calls.record(request.known.fingerprint, counts)
-        super().__init__(calls, request.launch, record, max(launched.grid for launched in latest.sums))
-        self._of_plan = (plan.first_row, plan.tables.shape, plan.stream)
+        plan, (rows,) = request.plan, request.rows
+        super().__init__(calls, request, latest.sums)
         self._traffic, self._network, self._events = plan.traffic, calls.network, SpareEvents()
-        self._num_tokens, self._hidden = plan.num_tokens, request.rows.shape[1]
-        self._out = (self._num_tokens, self._hidden), (self._hidden, 1), request.rows.dtype
-        self._row_bytes = self._hidden * calls.context.wire_dtype(request.rows.dtype).itemsize
-        self._bytes = sum(message.num_bytes for message in latest.sends), record.internode_bytes
+        self._num_tokens, self._hidden = plan.num_tokens, rows.shape[1]
+        self._out = (self._num_tokens, self._hidden), (self._hidden, 1), rows.dtype
+        self._row_bytes = self._hidden * calls.context.wire_dtype(rows.dtype).itemsize
+        self._bytes = sum(message.num_bytes for message in latest.sends), self.record.internode_bytes
         self._is_produced = self._events.take(self._stream)
         self._num_empty = 0
         self._scratch: torch.Tensor | None = None  # of a call between ``output`` and ``run``
         self._launches = self._prepare(calls, request, latest)
-        out_bytes = self._num_tokens * self._hidden * request.rows.dtype.itemsize
+        out_bytes = self._num_tokens * self._hidden * rows.dtype.itemsize
         self._is_small = self._scratch_bytes + out_bytes <= _MAX_EARLY_BYTES
 
     def _prepare(
@@ -271,10 +284,10 @@ class RepeatedInternodeCombine(Repeated):
         shape, traffic, size = plan.tables.shape, plan.traffic, self._row_bytes
         memory, rows, out, forwarding, scratch, event, num_values = range(1, 8)  # indices of values, after the ticket
         own, of_others = (
-            combine_fields(shape, memory, rows, run.offsets, is_weighted=request.is_weighted) for run in _runs_of(plan)
+            combine_fields(shape, memory, rows, run, is_weighted=request.is_weighted) for run in _offsets_in(plan)
         )
         # Behind this node's sums, those that other nodes return.
-        own_bytes = self._num_tokens * self._hidden * accumulation_dtype(request.rows.dtype).itemsize
+        own_bytes = self._num_tokens * self._hidden * accumulation_dtype(self._out[-1]).itemsize
         num_returned = [traffic.num_rows[plan.rank][node] for node in traffic.destinations]
         parts = [own_bytes, *(num_rows * size for num_rows in num_returned)]
         places = list(itertools.accumulate((math.ceil(part / _ALIGNMENT) * _ALIGNMENT for part in parts), initial=0))
@@ -311,7 +324,7 @@ class RepeatedInternodeCombine(Repeated):
         profile.internode_empty_bytes = self._num_empty * self._row_bytes
 
     def _is_of(self, plan: InternodePlan) -> bool:
-        return plan.traffic is self._traffic and (plan.first_row, plan.tables.shape, plan.stream) == self._of_plan
+        return plan.traffic is self._traffic and of_plan(plan) == self._of_plan
 
     def _new_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for sums of parts, and for the result."""
@@ -322,24 +335,23 @@ class RepeatedInternodeCombine(Repeated):
         if self._is_small and self._is_of(plan) and torch.is_inference_mode_enabled() is self._is_inference:
             plan.allocated = self._of_plan, or_none(self._new_memory)
 
-    def output(self, y: torch.Tensor, plan: InternodePlan, launch: Launch | None) -> torch.Tensor | None:
-        """Return memory for the sums; ``None`` if the call is another one."""
-        if not self._is_of(plan) or y.data_ptr() % _ALIGNMENT or not y.is_contiguous() or not self._fits(launch):
+    def outputs(self, rows: Sequence[torch.Tensor], plan: Any, launch: Launch | None) -> list[torch.Tensor] | None:
+        if plan.traffic is not self._traffic or not self._is_along(plan, rows, launch):
             return None
         allocated, plan.allocated = plan.allocated, None
         memory = allocated[1] if allocated and allocated[0] is self._of_plan else None
         if memory is None and (memory := or_none(self._new_memory)) is None:
             return None
         self._scratch, out = memory
-        return out
+        return [out]
 
-    def run(self, y: torch.Tensor, plan: InternodePlan, out: torch.Tensor) -> None:
-        """Launch it, once all ranks agree."""
+    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any, *_: object) -> None:
         scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
         if plan.made_by and (dispatch := plan.made_by()):
             dispatch.combine, dispatch.num_early = self, 0
+        (y,), (out,) = rows, outputs
         addresses = (plan.tables.address, y.data_ptr(), out.data_ptr(), plan.forwarding.address, scratch.data_ptr())
         call = partial(self._launches.launch, 0, *addresses, event.cuda_event)
         self._network.launch(call, self._stall, event.query, partial(self._events.give_back, event))

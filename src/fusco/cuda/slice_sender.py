@@ -89,7 +89,7 @@ class SliceSender:
         launcher, rank, profile = self._context.launcher(packing), traffic.rank, transfer.call.profile
         pieces = [piece for piece in traffic.pieces(number, rows_per_slice) if piece.carrier in traffic.node_ranks]
         free = {
-            carrier: self._arena.address(local, 0, self._layout.slice_offset(number))
+            carrier: self._arena.address(local, self._layout.slice_offset(number))
             for local, carrier in enumerate(traffic.node_ranks)
         }
         messages: dict[Piece, list[Message]] = {piece: [] for piece in pieces if piece.carrier == rank}
@@ -130,4 +130,4 @@ def num_rows_per_slice(layout: DeviceLayout, traffic: InternodeTraffic, row_byte
 def forwarded_starts(arena: Arena, traffic: InternodeTraffic, sizes: list[int]) -> list[int]:
     """Return the addresses of the payloads that this rank forwards."""
     offsets = (arena.layout.pool_offset(traffic.num_forwarded, sizes, p) for p in range(len(sizes)))
-    return [arena.address(arena.local, 0, offset) for offset in offsets]
+    return [arena.address(arena.local, offset) for offset in offsets]

@@ -67,7 +67,11 @@ SCATTER_UNROLL = 8  # vectors in flight per lane. 8192 tokens: 4 and 14 were slo
 
 # Below this number of rows on a node, warps share them. 1024 tokens: combine 0.20 -> 0.15 ms (4 H200, single runs).
 ROWS_FOR_ALL_WARPS = 12_000
-_SMALL, _MIDDLE = 1024, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, and 2048
+MAX_PARTS = 4  # warps that share a row
+_SMALL, _MIDDLE, _EARLY = 1024, 2048, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, 1024, and 2048
+# Numbers of rows that between them have all launch shapes, for warm-up. Those of the last are streamed, whatever their
+# size.
+ROWS_OF_EACH_SHAPE = (64, _MIDDLE, 1 << 27)
 
 
 def plan_shape(num_pairs: int) -> tuple[int, int]:
@@ -82,17 +86,6 @@ def plan_shape(num_pairs: int) -> tuple[int, int]:
     return PLAN_THREADS, -(-num_pairs // per_block)
 
 
-def parts_of_row(num_rows: int, max_parts: int) -> int:
-    """Return how many warps share a row, so that every warp has several shares and all end at about the same time.
-
-    Ranks must agree on it, since each part is announced separately: it may depend on nothing but the plan.
-
-    >>> parts_of_row(1_000, 4), parts_of_row(5_000, 4), parts_of_row(32_768, 4)
-    (4, 2, 1)
-    """
-    return max(1, min(max_parts, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
-
-
 def pushes_early(num_rows: int) -> bool:
     """Return whether ranks push rows while they make the plan of a dispatch within a node.
 
@@ -103,7 +96,7 @@ def pushes_early(num_rows: int) -> bool:
     >>> pushes_early(256), pushes_early(16_384)
     (True, False)
     """
-    return num_rows <= _MIDDLE
+    return num_rows <= _EARLY
 
 
 def scatter_threads(num_sms: int) -> int:
@@ -117,18 +110,18 @@ def scatter_threads(num_sms: int) -> int:
     return 1024 if num_sms <= FEW_SMS else 512
 
 
-def scatter_parts(num_rows: int, vectors_per_lane: int, max_parts: int) -> int:
-    """Return how many warps share a row of ``vectors_per_lane`` vectors; ranks must agree, as in ``parts_of_row``.
+def scatter_parts(num_rows: int, vectors_per_lane: int) -> int:
+    """Return how many warps share a row of ``vectors_per_lane`` vectors; ranks must agree, as in ``combine_parts``.
 
     As many as have a round of vectors each: 8192 tokens wide took 0.394 ms with 4 parts and 0.418 with 1, narrow
     0.202 with 4 and 0.141 with 1. With few rows more, as not all warps have one: 128 tokens narrow 0.029 with 2, 0.027
     with 4.
 
-    >>> scatter_parts(16_384, 28, 4), scatter_parts(16_384, 8, 4), scatter_parts(256, 8, 4)
+    >>> scatter_parts(16_384, 28), scatter_parts(16_384, 8), scatter_parts(256, 8)
     (4, 1, 4)
     """
-    by_vectors = min(max_parts, -(-vectors_per_lane // SCATTER_UNROLL))
-    return max(1, max_parts if num_rows <= _SMALL else by_vectors)
+    by_vectors = min(MAX_PARTS, -(-vectors_per_lane // SCATTER_UNROLL))
+    return max(1, MAX_PARTS if num_rows <= _SMALL else by_vectors)
 
 
 def scatter_senders(rounds: float, num_sms: int) -> int:
@@ -161,50 +154,100 @@ def are_streamed(num_rows: int, row_bytes: int) -> bool:
     return num_rows * row_bytes > STREAMED_BYTES
 
 
+# Vectors of a stage of all lanes of a block, and of one lane at most: 168 KiB of shared memory in 3 stages, and sums
+# that fit into registers. 8192 tokens of hidden 7168: a combine of 0.376 ms with 256 threads and 14 vectors, 0.401 with
+# 160, 0.393 with 384 and 7; one rank alone 0.292, 0.292, 0.301, and 0.397 with 28 vectors, whose sums do not fit.
+RING_VECTORS, MAX_PIECE_VECTORS = 3584, 14
+
+
+def _even(vectors: int, most: int) -> int:
+    """Return the size of equal pieces of ``vectors``, of which each has at most ``most``, rounded up."""
+    return -(-vectors // -(-vectors // most))
+
+
+def piece_vectors(num_rows: int, vectors_per_lane: int) -> int:
+    """Return the vectors of a row that each lane sums at a time in ``combine_rows``, unless SMs are few.
+
+    More take fewer rounds of loads, which wait for memory. 2 H200, 2026-11-23, a combine of 8192 tokens in a graph, ms,
+    with pieces of 4 (of 7 for hidden 7168) and with these: hidden 1024 0.088 and 0.088, 2048 0.148 and 0.132, 2880
+    0.202 and 0.176, 4096 0.272 and 0.236, 5120 0.328 and 0.282, 6144 0.388 and 0.329, 7168 0.399 and 0.378. 2048
+    tokens: 2048 0.0573 and 0.0513, 7168 0.129 and 0.118.
+
+    Up to 1024 tokens on each of 2 ranks, several warps share a row, and each has one piece. 1024 tokens, hidden 6144:
+    0.0677 with pieces of 6, 0.0746 with 4; larger ones are slower: 0.0780 with 12, hidden 4096 0.0596 with 8 and
+    0.0566 with 4, hidden 7168 0.0749 with 14 and 0.0744 with 7.
+
+    >>> [piece_vectors(16_384, vectors) for vectors in (4, 8, 12, 16, 20, 24, 28)]
+    [4, 8, 12, 8, 10, 12, 14]
+    >>> [piece_vectors(2_048, vectors) for vectors in (4, 8, 12, 16, 20, 24, 28)]
+    [4, 4, 4, 4, 5, 6, 7]
+    """
+    if num_rows <= _MIDDLE:
+        return min(8, max(4, -(-vectors_per_lane // MAX_PARTS)))
+    return _even(vectors_per_lane, MAX_PIECE_VECTORS)
+
+
 def combine_shape(num_rows: int, vectors_per_lane: int, num_sms: int) -> RingShape:
     """Return the launch shape of ``combine_rows`` for so many rows of ``vectors_per_lane`` vectors.
 
-    Pieces of 7 vectors if they divide a row, else of 4. The stages of a block take at most 192 KiB. 8192 tokens wide
-    on 132 SMs: 0.392 ms with 384 threads and pieces of 7, 0.447 with 768 and 4; on 32: 0.696 with 512 x 7, 0.716 with
-    768 x 4. Narrow: 0.140 with 768 x 4, 0.158 with 384 x 7; on 32: 0.237 with 1024 x 4, 0.246 with 768 x 4. Few rows:
-    128 tokens 0.025 ms with 256 threads wide, 0.028 with 384, narrow 0.021 with 256, 0.023 with 512.
+    8192 tokens on 32 SMs, 512 threads: 0.699 ms wide with 7 vectors, 0.790 with 288 threads and 14; hidden 6144 0.575
+    with 8 and 0.626 with 1024 threads and 4, 4096 0.410 and 0.436, narrow 0.250 and 0.245. 1024 tokens of 4096: 0.127
+    and 0.088. Few rows: 128 tokens 0.025 ms with 256 threads wide, 0.028 with 384, narrow 0.021 with 256, 0.023 with
+    512.
 
     >>> combine_shape(16_384, 28, 132)
-    RingShape(num_threads=384, blocks_per_sm=1, unroll=7, depth=4)
-    >>> combine_shape(256, 8, 132), combine_shape(16_384, 8, 32).num_threads
-    (RingShape(num_threads=256, blocks_per_sm=1, unroll=4, depth=4), 1024)
+    RingShape(num_threads=256, blocks_per_sm=1, unroll=14, depth=3)
+    >>> combine_shape(16_384, 8, 132).num_threads, combine_shape(16_384, 8, 32).num_threads
+    (448, 1024)
     """
-    unroll = 7 if vectors_per_lane % 7 == 0 else 4
+    unroll = piece_vectors(num_rows, vectors_per_lane)
     if num_sms <= FEW_SMS:
-        return RingShape(512, 1, 7, 3) if unroll == 7 else RingShape(1024, 1, 4, 3)
+        if num_rows > _MIDDLE and vectors_per_lane > 8:
+            return RingShape(512, 1, _even(vectors_per_lane, 8), 3)
+        return RingShape(512, 1, 7, 3) if vectors_per_lane % 7 == 0 else RingShape(1024, 1, 4, 3)
     if num_rows <= _SMALL:
-        return RingShape(256, 1, unroll, 3 if unroll == 7 else 4)
-    return RingShape(384 if unroll == 7 or num_rows <= _MIDDLE else 768, 1, unroll, 4)
+        return RingShape(256, 1, unroll, 3 if unroll >= 7 else 4)
+    if num_rows <= _MIDDLE:
+        return RingShape(384, 1, unroll, 4)
+    return RingShape(min(768, RING_VECTORS // unroll // 32 * 32), 1, unroll, 3)
 
 
-def sum_parts(num_parts: int, num_pieces: int, max_parts: int, num_sms: int) -> int:
+def combine_parts(num_rows: int, vectors_per_lane: int) -> int:
+    """Return how many warps share a row to send, so that each has several shares and all end at about the same time.
+
+    Ranks must agree on it, since each part is announced separately, and their numbers of SMs may differ.
+
+    >>> combine_parts(1_000, 28), combine_parts(5_000, 28), combine_parts(5_000, 8)
+    (4, 2, 1)
+    """
+    num_pieces = -(-vectors_per_lane // piece_vectors(num_rows, vectors_per_lane))
+    return max(1, min(MAX_PARTS, num_pieces, ROWS_FOR_ALL_WARPS // max(1, num_rows)))
+
+
+def sum_parts(num_parts: int, num_pieces: int, num_sms: int) -> int:
     """Return how many warps share a token of ``num_pieces`` pieces to sum, where ``num_parts`` share a row to send.
 
-    The last token ends sooner. 8192 tokens: 0.392 instead of 0.404 ms with 4 instead of 1 wide, 0.140 instead of 0.142
-    with 2 narrow; on 32 SMs 0.786 instead of 0.736 wide.
+    The last token ends sooner. 8192 tokens with pieces of 7 and 4 vectors: 0.392 instead of 0.404 ms with 4 instead of
+    1 wide, 0.140 instead of 0.142 with 2 narrow; on 32 SMs 0.786 instead of 0.736 wide.
 
-    >>> sum_parts(1, 4, 4, 132), sum_parts(1, 2, 4, 132), sum_parts(1, 4, 4, 32), sum_parts(4, 4, 4, 132)
+    >>> sum_parts(1, 4, 132), sum_parts(1, 2, 132), sum_parts(1, 4, 32), sum_parts(4, 4, 132)
     (4, 2, 1, 4)
     """
-    return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(max_parts, num_pieces))
+    return num_parts if num_parts > 1 or num_sms <= FEW_SMS else max(1, min(MAX_PARTS, num_pieces))
 
 
 def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:
     """Return the blocks of ``combine_rows`` in which warps begin to send; see ``scatter_senders``.
 
-    8192 tokens wide with 40, 48, 56, 66, 80 of 132: 0.415, 0.393, 0.392, 0.397, 0.406 ms; with 12, 16, 20, 24, 32 of
-    32: 0.740, 0.696, 0.696, 0.696, 0.720. 1024 tokens wide with 44, 88, 132: 0.081, 0.075, 0.081; 128 tokens with 66,
-    110, 132: 0.026, 0.025, 0.025.
+    8192 tokens wide with 46, 52, 60, 72, 84 of 132 (192 threads): 0.394, 0.382, 0.375, 0.383, 0.401 ms, narrow with 46,
+    52, 60, 66: 0.1372, 0.1345, 0.1330, 0.1336; wide with 12, 16, 20, 24, 32 of 32: 0.740, 0.696, 0.696, 0.696, 0.720.
+    2048 tokens narrow with 46, 60, 66: 0.0538, 0.0509, 0.0508. 1024 tokens wide with 44, 88, 132: 0.081, 0.075, 0.081;
+    128 tokens with 66, 110, 132: 0.026, 0.025, 0.025.
     With those of 128 tokens in one round: 1024 tokens wide, five rounds, with 72, 88, 110: 0.0744, 0.0766, 0.0780;
     narrow, 2.6 rounds: 0.0381, 0.0369, 0.0357.
 
     >>> combine_senders(60.0, 16_384, 132), combine_senders(60.0, 16_384, 32), combine_senders(5.0, 2048, 132)
-    (52, 20, 73)
+    (60, 20, 73)
     """
     if rounds <= 1:
         return num_sms
@@ -212,7 +255,7 @@ def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:
         return max(1, num_sms * 5 // 6)
     if num_rows <= _MIDDLE:
         return max(1, num_sms * 5 // (6 if rounds <= 4 else 9))
-    return max(1, num_sms * 5 // 8 if num_sms <= FEW_SMS else num_sms * 2 // 5)
+    return max(1, num_sms * 5 // 8 if num_sms <= FEW_SMS else num_sms * 5 // 11)
 
 
 # --- Bytes ---
@@ -256,5 +299,5 @@ def channels_per_peer(num_remote_nodes: int) -> int | None:
 
 # How long a rank polls without pauses for records of peers and for its device: as long as hosts may be ahead of their
 # devices in training. With pauses a device may be idle for half a millisecond. From reading the code
-# (docs/performance/cuda.md, "The same on 2 GPUs"); not measured on GPUs.
+# (docs/performance/cuda.md, "On 2 GPUs"); not measured on GPUs.
 SPIN_S = 50e-3

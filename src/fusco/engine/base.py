@@ -162,12 +162,12 @@ class RedispatchRequest(Request, Generic[PlanT]):
 
 @dataclass(kw_only=True)
 class CombineRequest(Request, Generic[PlanT]):
-    """Sum of expert-major rows (num_slots, hidden); ``handle`` is the number of the collective that made the plan.
+    """Sums of tensors of expert-major rows (num_slots, hidden); ``handle`` is the number of the plan's collective.
 
     ``topk_weights`` are the caller's weights; ``None`` means that all weights are one.
     """
 
-    rows: torch.Tensor
+    rows: Sequence[torch.Tensor]  # one where an engine is not asynchronous
     plan: PlanT
     topk_weights: torch.Tensor | None
     launch: Launch
@@ -185,21 +185,10 @@ class CombineRequest(Request, Generic[PlanT]):
     @property
     def fields(self) -> Fields:
         return {
-            "row": describe_rows(self.rows),
+            "rows": list(map(describe_rows, self.rows)),
             "is_weighted": str(self.is_weighted),
-            "requires_grad": str([wants_grad(self.rows), wants_grad(self.topk_weights)]),
+            "requires_grad": str([*map(wants_grad, (*self.rows, self.topk_weights))]),
         }
-
-
-@dataclass(kw_only=True)
-class CombineAllRequest(Request, Generic[PlanT]):
-    """Several unweighted combines along one handle, agreed on once."""
-
-    parts: Sequence[CombineRequest[PlanT]]
-
-    @property
-    def fields(self) -> Fields:
-        return {"rows": [describe_rows(part.rows) for part in self.parts]}
 
 
 @dataclass(kw_only=True)
@@ -306,8 +295,8 @@ class Engine(Protocol[PlanT]):
     def prepare_redispatch(self, request: RedispatchRequest[PlanT], call: Call) -> Pending[list[torch.Tensor]]:
         """Move rows with an earlier plan."""
 
-    def prepare_combine(self, request: CombineRequest[PlanT], call: Call) -> Pending[torch.Tensor]:
-        """Sum expert-major rows (num_slots, hidden) into token-major rows (num_tokens, hidden)."""
+    def prepare_combine(self, request: CombineRequest[PlanT], call: Call) -> Pending[list[torch.Tensor]]:
+        """Sum expert-major rows (num_slots, hidden) into token-major rows (num_tokens, hidden), of each tensor."""
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:
         """Exchange segments; ``MismatchError`` on all ranks if sizes of senders and receivers differ."""

@@ -65,8 +65,9 @@ class FuscoDispatcher:
             raise ValueError("a dispatcher's launch must have neither own_stream nor event: results are used at once")
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self.static, self._num_ranks = static, group.size()
-        self._ranks_per_node, self._settings = ranks_per_node, settings
+        self._ranks_per_node, self._settings = ranks_per_node, settings or Settings()
         self._communicators: dict[tuple[int, int, int], Communicator] = {}
+        self._latest: Communicator | None = None  # the one that dispatched last
         self._open, self._is_closed = ExitStack(), False
         self._key = ops.register(self)
 
@@ -96,14 +97,14 @@ class FuscoDispatcher:
     def refuse(self, reason: str) -> NoReturn:
         """Raise ``ValueError`` for the arguments of a call; all other ranks raise ``RejectedInputError`` in it.
 
-        They do so at once in a call of the communicator made last, or in making the first one.
+        They do so at once in the next dispatch, of any rows, or in making the first communicator.
         """
         error = ValueError(reason)
-        if self._communicators:
-            with list(self._communicators.values())[-1].rejecting():
+        if self._latest:
+            with self._latest.rejecting():
                 raise error
         with cleanup_after(error, "the other ranks could not be notified"):
-            refuse_creation(self.group, (self._settings or Settings()).timeout_s, reason)
+            refuse_creation(self.group, self._settings.timeout_s, reason)
         raise error
 
     def synchronize(self) -> None:
@@ -126,23 +127,26 @@ class FuscoDispatcher:
     def __exit__(self, *error: Any) -> None:
         self._is_closed = True
         self._communicators.clear()
+        self._latest = None
         self._open.__exit__(*error)
 
     def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
         """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made.
 
-        Another one than the first is made once all ranks agree to make it, in the communicator made last. So all ranks
-        raise ``MismatchError`` if one alone has rows of another size.
+        All ranks agree in the communicator that dispatched last to make, or to take, another one. So all of them raise
+        ``MismatchError`` if one alone has rows of another size.
         """
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
-        key = (num_experts, num_topk, x.shape[1] * x.dtype.itemsize)
-        if key not in self._communicators:
-            if self._communicators:
-                sizes = ("num_experts", "num_topk", "max_bytes_per_token")
-                making = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=True))
-                list(self._communicators.values())[-1].agree(f"Communicator({making})")
-            comm = Communicator(
+        wide = torch.promote_types(x.dtype, self._settings.wire_dtype or x.dtype)  # in which sums travel
+        key = (num_experts, num_topk, x.shape[1] * wide.itemsize)
+        known = self._communicators.get(key)
+        if self._latest and known is not self._latest:
+            sizes = ("num_experts", "num_topk", "max_bytes_per_token")
+            taking = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=True))
+            self._latest.agree(f"Communicator({taking})")
+        if known is None:
+            known = Communicator(
                 self.group,
                 num_experts=num_experts,
                 num_topk=num_topk,
@@ -152,5 +156,6 @@ class FuscoDispatcher:
                 settings=self._settings,
                 device=x.device,
             )
-            self._communicators[key] = self._open.enter_context(comm)
-        return self._communicators[key]
+            self._communicators[key] = self._open.enter_context(known)
+        self._latest = known
+        return known

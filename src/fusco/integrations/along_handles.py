@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -40,24 +41,27 @@ def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> Non
         raise ValueError(f"topk_weights has shape {tuple(topk_weights.shape)}, the handle's routing {tuple(shape)}")
 
 
-def dispatch_again(
-    comm: Communicator,
-    handle: Handle,
-    max_bytes_per_token: int,
-    payloads: Sequence[torch.Tensor],
-    topk_weights: torch.Tensor | None,
-    launch: Launch | None = None,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Send other rows and other weights along a handle; in one collective, if the communicator has room for both.
+@dataclass(frozen=True, eq=False)
+class SentHandle:
+    """The handle of a dispatch, and the communicator that owns it."""
 
-    ``comm`` made the handle, with room for ``max_bytes_per_token``; payloads are (num_tokens, ...), weights
-    (num_tokens, num_topk). Returns the rows of each payload, and for each row all weights of its token
-    (num_rows, num_topk), or ``None``.
-    """
-    if topk_weights is None:
-        return comm.dispatch_again(payloads, handle, launch=launch), None
-    if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= max_bytes_per_token:
-        *rows, of_rows = comm.dispatch_again([*payloads, topk_weights], handle, launch=launch)
-        return tuple(rows), of_rows
-    arrived = comm.dispatch_again(payloads, handle, launch=launch)
-    return arrived, comm.dispatch_again(topk_weights, handle, launch=launch)[0]
+    comm: Communicator
+    max_bytes_per_token: int  # of the communicator
+    handle: Handle
+
+    def dispatch_again(
+        self, payloads: Sequence[torch.Tensor], topk_weights: torch.Tensor | None, launch: Launch | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Send other rows and other weights along the handle; in one collective, if there is room for both.
+
+        Payloads are (num_tokens, ...), weights (num_tokens, num_topk). Returns the rows of each payload, and for each
+        row all weights of its token (num_rows, num_topk), or ``None``.
+        """
+        comm, handle = self.comm, self.handle
+        if topk_weights is None:
+            return comm.dispatch_again(payloads, handle, launch=launch), None
+        if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= self.max_bytes_per_token:
+            *rows, of_rows = comm.dispatch_again([*payloads, topk_weights], handle, launch=launch)
+            return tuple(rows), of_rows
+        arrived = comm.dispatch_again(payloads, handle, launch=launch)
+        return arrived, comm.dispatch_again(topk_weights, handle, launch=launch)[0]

@@ -19,10 +19,10 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
-from fusco.integrations.along_handles import dispatch_again, require_handle, require_weights
+from fusco.integrations.along_handles import require_handle, require_weights
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.expert_rows import ExpertRows
+from fusco.integrations.expert_rows import ExpertRows, ends_in_blocks, in_blocks
 from fusco.integrations.growth import GrowingCommunicator
 
 _UNSUPPORTED = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
@@ -121,7 +121,7 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the multiprocessors that fusco uses beside computation, or twice as many; for any sizes."""
+        """Return the multiprocessors that fusco uses while other kernels compute, or twice as many; for any sizes."""
         return FSDP_SMS if self.prefer_overlap_with_compute else 2 * FSDP_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -201,7 +201,8 @@ class ElasticBuffer:
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
         else:
             assert handle is not None
-            rows, weights = _dispatch_again(payloads, topk_weights, handle, launch)
+            rows, of_rows = handle.sent.dispatch_again(payloads, topk_weights, launch)
+            weights = None if of_rows is None else weights_of_slots(of_rows, handle.sent.handle)
         if cumulative_local_expert_recv_stats is not None:
             cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
         received = rows if isinstance(x, tuple) else rows[0]
@@ -238,9 +239,9 @@ class ElasticBuffer:
         with sent.comm.rejecting():
             parts = [x.contiguous()]
             if topk_weights is not None:
-                parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.dispatched.handle))
+                parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.handle))
             launch = Launch(num_sms=num_sms or handle.num_sms or None)
-        sums, *of_tokens = sent.comm.combine_all(parts, sent.dispatched.handle, launch=launch)
+        sums, *of_tokens = sent.comm.combine_all(parts, sent.handle, launch=launch)
         for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
             sums += each
         return sums, of_tokens[0] if of_tokens else None, finished(async_with_compute_stream)
@@ -279,25 +280,15 @@ def _dispatch(
     has_weights = topk_weights is not None
     sent = expert_rows.dispatch(payloads, asked.topk_idx, topk_weights, with_weights=has_weights, **options)
     counts = sent.dispatched.num_rows_per_expert
-    blocks = (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
-    on_host = [] if static else [-(-count // alignment) * alignment for count in sent.counts_on_host.tolist()]
+    on_host = [] if static else in_blocks(sent.counts_on_host, alignment).tolist()
     return EPHandle(
         **vars(asked),
         num_expanded_tokens=len(sent.dispatched.rows),
         num_recv_tokens_per_expert_list=on_host,
         num_unaligned_recv_tokens_per_expert=counts.int(),
-        psum_num_recv_tokens_per_expert=(blocks.cumsum(0) - blocks + counts).int(),
+        psum_num_recv_tokens_per_expert=ends_in_blocks(counts, alignment),
         sent=sent,
     )
-
-
-def _dispatch_again(
-    payloads: list[torch.Tensor], topk_weights: torch.Tensor | None, handle: EPHandle, launch: Launch
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Send other rows, and other weights if there are some, along a handle."""
-    sent, of_dispatch = handle.sent, handle.sent.dispatched.handle
-    rows, of_rows = dispatch_again(sent.comm, of_dispatch, sent.max_bytes_per_token, payloads, topk_weights, launch)
-    return rows, None if of_rows is None else weights_of_slots(of_rows, of_dispatch)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.config import Launch
+from fusco.integrations.along_handles import SentHandle
 from fusco.integrations.growth import GrowingCommunicator, Need
 
 
-@dataclass(frozen=True)
-class SentRows:
-    """A dispatch, and the communicator that owns its handle."""
+@dataclass(frozen=True, eq=False)
+class SentRows(SentHandle):
+    """A dispatch that can be combined."""
 
-    comm: Communicator
-    max_bytes_per_token: int  # of the communicator
     dispatched: Dispatched
 
     @property
@@ -31,14 +30,24 @@ class SentRows:
 
     def combine(self, rows: torch.Tensor, *, is_weighted: bool, launch: Launch | None = None) -> torch.Tensor:
         """Return rows (num_rows, hidden) to their tokens, with the weights of the dispatch or as they are."""
-        handle = self.dispatched.handle
-        return self.comm.combine(rows, handle, weights="topk" if is_weighted else None, launch=launch)
+        return self.comm.combine(rows, self.handle, weights="topk" if is_weighted else None, launch=launch)
 
 
 def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
     """Return the rows of each local expert in host memory; another wait of the host if they came without the size."""
     counts = dispatched.num_rows_per_expert_on_host
     return dispatched.num_rows_per_expert.cpu() if counts is None else counts
+
+
+def in_blocks(counts: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Return the rows of each expert with padding: the next multiples of ``alignment``."""
+    return (counts + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+
+
+def ends_in_blocks(counts: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Return the end of each expert's rows, int32: the start of its block and the number of its rows."""
+    blocks = in_blocks(counts, alignment)
+    return (blocks.cumsum(0) - blocks + counts).int()
 
 
 class ExpertRows:
@@ -69,7 +78,7 @@ class ExpertRows:
 
         def dispatch(comm: Communicator, capacity: Need) -> SentRows:
             sent = comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
-            return SentRows(comm, capacity.max_bytes_per_token, sent)
+            return SentRows(comm, capacity.max_bytes_per_token, sent.handle, sent)
 
         with self.comms.rejecting():
             need = Need.of(payloads, topk_idx.shape[1])

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusco.api.collective import REFUSALS
 from fusco.api.communicator import Communicator
 from fusco.api.membership import Rejecting
 from fusco.control.store_gather import StoreGather
@@ -146,7 +145,7 @@ class GrowingCommunicator:
             return device.type == "cuda"  # of an earlier call; on the CPU of this one, which is complete
         if isinstance(error, FuscoError):
             return isinstance(error, (RejectedInputError, MismatchError, SharedMemoryError))
-        return isinstance(error, REFUSALS) and not self._communicators[-1].is_broken
+        return not self._communicators[-1].is_broken
 
     @property
     def is_closed(self) -> bool:

@@ -17,23 +17,20 @@ import torch.distributed as dist
 
 from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
-from fusco.api.handle import Dispatched, Handle
+from fusco.api.handle import Dispatched
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import dispatch_again, element_of, require_weights
-from fusco.integrations.expert_rows import counts_on_host
+from fusco.integrations.along_handles import SentHandle, element_of, require_weights
+from fusco.integrations.expert_rows import counts_on_host, in_blocks
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.rank_rows import RankRouting, RankRows, combine, combine_dense, ranks_of
 from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
-@dataclass(frozen=True)
-class _Sent:
+@dataclass(frozen=True, eq=False)
+class _Sent(SentHandle):
     """A routing that was dispatched: element 0 of the handle that callers pass back."""
 
-    comm: Communicator  # the communicator that owns ``handle``
-    max_bytes_per_token: int  # of the communicator
-    handle: Handle  # of its dispatch
     topk_idx: torch.Tensor  # int64 (num_tokens, num_topk of all ranks)
     num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
@@ -164,16 +161,13 @@ class HybridEPBuffer:
         with comms.rejecting():
             payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
             lost = None
+            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, probs, topk_weights)
             if routing_map is not None:
-                topk_idx = self._maps.indices_of(routing_map)
-                lost = self._maps.count_lost(routing_map, topk_idx)
-            if topk_idx is None:
-                raise ValueError("dispatch_with_permute needs one of routing_map, topk_idx and handle")
-            if probs is not None:
-                topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+                lost = self._maps.count_lost(routing_map, ids)
             static = _static_rows(num_permuted_tokens) if non_blocking else None
             weights = None if topk_weights is None else topk_weights.float()
-            ids, need = topk_idx, Need.of(payloads, topk_idx.shape[1], self.max_num_of_tokens_per_rank)
+            num_topk = ids.shape[1]
+            need = Need.of(payloads, num_topk, self.max_num_of_tokens_per_rank)
 
         def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, Need, torch.Tensor, Dispatched]:
             padded = _padded(ids, capacity.num_topk, -1)
@@ -189,7 +183,6 @@ class HybridEPBuffer:
             )
             return comm, capacity, padded, sent
 
-        num_topk = ids.shape[1]
         comm, capacity, ids, sent = comms.run(need, hidden.device, dispatch)
         self._maps.widen(ids.shape[1])
         if non_blocking:
@@ -203,7 +196,7 @@ class HybridEPBuffer:
                 self._maps.require_none_lost()
             overflow = ids.new_zeros(1, dtype=torch.int32)
         if pad_multiple:
-            counts = (counts + pad_multiple - 1).div(pad_multiple, rounding_mode="floor") * pad_multiple
+            counts = in_blocks(counts, pad_multiple)
         scales = None if scaling_factor is None else sent.payloads[1]
         of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, ids, num_topk, counts, num_experts)
         return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
@@ -268,12 +261,7 @@ class HybridEPBuffer:
         else:
             with self._rank_rows.comms.rejecting():
                 num_experts = self._count_experts(None, num_of_experts, routing_map)
-                if routing_map is not None:
-                    topk_idx = self._maps.indices_of(routing_map)
-                if topk_idx is None:
-                    raise ValueError("dispatch needs one of routing_map, topk_idx and handle")
-                if probs is not None:
-                    topk_weights = probs.float().gather(1, topk_idx.clamp(min=0))
+                topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, probs, topk_weights)
                 is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
                 routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
@@ -303,9 +291,7 @@ class HybridEPBuffer:
             weights = None if topk_weights is None else topk_weights.float()
             if weights is not None:
                 require_weights(weights, sent.require_topk_idx().shape)
-        return sent, *dispatch_again(
-            sent.comm, sent.handle, sent.max_bytes_per_token, rows, weights, self._dispatch_launch
-        )
+        return sent, *sent.dispatch_again(rows, weights, self._dispatch_launch)
 
     @torch.no_grad()
     def combine(
@@ -341,9 +327,7 @@ class HybridEPBuffer:
             else:
                 require_weights(topk_weights, torch.Size((len(sent.topk_idx), sent.num_topk)))
             weights = None if topk_weights is None else _padded(topk_weights.float(), sent.topk_idx.shape[1], 0)
-        rows, of_rows = dispatch_again(
-            sent.comm, sent.handle, sent.max_bytes_per_token, payloads, weights, self._dispatch_launch
-        )
+        rows, of_rows = sent.dispatch_again(payloads, weights, self._dispatch_launch)
         row_weights = None if of_rows is None else weights_of_slots(of_rows, sent.handle)
         return rows[0], row_weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
 
@@ -360,6 +344,21 @@ class HybridEPBuffer:
             listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
             raise ValueError(f"numbers of experts differ, or do not divide among {self.group_size} ranks: {listed}")
         return num_experts
+
+    def _routing(
+        self,
+        verb: str,
+        routing_map: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        probs: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the experts of tokens and their weights, of which a map and ``probs`` precede the others."""
+        if routing_map is not None:
+            topk_idx = self._maps.indices_of(routing_map)
+        if topk_idx is None:
+            raise ValueError(f"{verb} needs one of routing_map, topk_idx and handle")
+        return topk_idx, topk_weights if probs is None else probs.float().gather(1, topk_idx.clamp(min=0))
 
     def _comms_of(self, num_experts: int) -> GrowingCommunicator:
         """Return the communicators of layers with so many experts."""

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.expert_rows import ExpertRows, SentRows, in_blocks
 from fusco.integrations.routing_maps import map_to_indices
 
 
@@ -64,8 +64,7 @@ class FuscoTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rows, the rows of each local expert with padding, int64 in host memory, and weights."""
         assert self._sent is not None, "token_dispatch comes first"
-        counts = self._sent.counts_on_host
-        return hidden_states, -(-counts // self._alignment) * self._alignment, probs
+        return hidden_states, in_blocks(self._sent.counts_on_host, self._alignment), probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the rows as they are."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.api.handle import Handle
 from fusco.core.config import Launch, StaticRows
+from fusco.integrations.along_handles import SentHandle
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import places_of, scattered
@@ -22,12 +22,9 @@ _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
 
 
 @dataclass(frozen=True, eq=False)
-class RankRouting:
+class RankRouting(SentHandle):
     """A routing that was dispatched, with what came of other ranks' routing."""
 
-    comm: Communicator  # the communicator that owns ``handle``
-    max_bytes_per_token: int  # of the communicator
-    handle: Handle  # of its dispatch
     rank: int  # this rank
     words: torch.Tensor  # int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights
     # of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given

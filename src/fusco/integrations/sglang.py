@@ -21,7 +21,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
-from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.expert_rows import ExpertRows, SentRows, ends_in_blocks
 
 _ALIGNMENT = 128  # of DeepGEMM's contiguous layout
 _TARGET = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
@@ -46,13 +46,12 @@ class FuscoDispatcher(BaseDispatcher):
             ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
         sent = self._sent = self._rows.dispatch([hidden_states], ids, weights, expert_alignment=_ALIGNMENT)
         counts = sent.dispatched.num_rows_per_expert
-        blocks = (counts + _ALIGNMENT - 1).div(_ALIGNMENT, rounding_mode="floor") * _ALIGNMENT
         return DeepEPv2DispatchOutput(
             hidden_states=sent.dispatched.rows,
             hidden_states_scale=None,
             topk_ids=None,
             topk_weights=sent.dispatched.weights,
-            psum_num_recv_tokens_per_expert=(blocks.cumsum(0) - blocks + counts).int(),
+            psum_num_recv_tokens_per_expert=ends_in_blocks(counts, _ALIGNMENT),
             is_expanded=True,
             expert_alignment=_ALIGNMENT,
         )

@@ -10,20 +10,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 
 from fusco.core.config import Launch
+from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import SHUFFLE_OPS, Arrival, FuscoDispatcher
 
-_DEFAULT_SMS = 32  # as ``fusco.fsdp``: FSDP's collectives run beside the dispatch
+# Module state: all layers of a group share one, and the memory of its communicators. Each layer keeps it alive.
+_shared: WeakValueDictionary[tuple[dist.ProcessGroup, int, int], FuscoDispatcher] = WeakValueDictionary()
 
 
 class FuscoTokenDispatcher(BaseEPTokenDispatcher):
-    """Dispatch and combine on a fusco communicator, which is made when the first tokens come.
+    """Dispatch and combine on a fusco communicator of all layers, which is made when the first tokens come.
 
     Scores are applied by ``combine``, and their gradient comes out of its backward pass.
     """
@@ -34,17 +38,20 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
         # of a rank in a step: batch size times sequence length, over the ranks that share a sequence
         max_tokens_per_rank: int
-        num_sms: int = _DEFAULT_SMS  # multiprocessors of a call
+        num_sms: int = FSDP_SMS  # multiprocessors of a call
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._max_tokens_per_rank, self._launch = config.max_tokens_per_rank, Launch(num_sms=config.num_sms)
+        self._max_tokens_per_rank, self._num_sms = config.max_tokens_per_rank, config.num_sms
         self._dispatcher: FuscoDispatcher | None = None
 
     def init_buffer(self) -> None:
-        """Make the dispatcher of the expert-parallel ranks."""
-        if self.ep_mesh is not None:
-            self._dispatcher = FuscoDispatcher(self.ep_mesh.get_group(), self._max_tokens_per_rank, launch=self._launch)
+        """Make the dispatcher of the expert-parallel ranks, or take that of an earlier layer."""
+        if self.ep_mesh is None:
+            return
+        key = group, max_tokens, num_sms = self.ep_mesh.get_group(), self._max_tokens_per_rank, self._num_sms
+        self._dispatcher = _shared.get(key) or FuscoDispatcher(group, max_tokens, launch=Launch(num_sms=num_sms))
+        _shared[key] = self._dispatcher
 
     def dispatch(
         self,
@@ -85,7 +92,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
     exact=True,  # a subclass pads rows, which fusco's dispatcher does not
     description="expert-parallel dispatch and combine by fusco",
 )
-def dispatcher(config: Any, *, max_tokens_per_rank: int, num_sms: int = _DEFAULT_SMS) -> Any:
+def dispatcher(config: Any, *, max_tokens_per_rank: int, num_sms: int = FSDP_SMS) -> Any:
     """Return the configuration of ``FuscoTokenDispatcher``; for ``--override.imports``."""
     return derive(config, FuscoTokenDispatcher.Config, max_tokens_per_rank=max_tokens_per_rank, num_sms=num_sms)
 

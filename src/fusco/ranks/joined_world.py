@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
 from fusco.ranks.torchrun import join_torchrun
 
-_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 # Limits of the other ranks' end once one has failed, and of a function in all; as in ``LocalWorld``.
@@ -26,9 +25,7 @@ _POLL_S = 0.05
 _FINE, _FAILED = "fine", "failed"
 
 
-def run_joined(
-    device: str, function: Callable[Concatenate[dist.ProcessGroup, _P], _Result], *args: _P.args, **kwargs: _P.kwargs
-) -> list[_Result] | None:
+def run_joined(device: str, function: Callable[..., _Result], *args: Any) -> list[_Result] | None:
     """Join the launched job and call ``function(group, *args)`` on all its ranks, each with one compute thread.
 
     Returns the results by rank on rank 0, ``None`` on the others. If the function raises on any rank, rank 0 raises
@@ -40,7 +37,7 @@ def run_joined(
     assert dist.group.WORLD is not None
     outcomes = Outcomes(PrefixStore("fusco/outcomes", _get_default_store()), job.rank, job.world_size)
     try:
-        result = function(dist.group.WORLD, *args, **kwargs)
+        result = function(dist.group.WORLD, *args)
     except Exception as error:
         outcomes.settle(RankFailure.of(error))
         raise  # rank 0 has not answered

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from fusco.ranks.failures import RankFailedError, RankFailure
 from fusco.ranks.progress import new_store
 from fusco.ranks.torchrun import backends_for, choose_gpu
 
-_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 # Modules imported before ranks are forked, which saves each the seconds of importing them. Tests add theirs.
@@ -80,13 +79,7 @@ class LocalWorld:
             self.kill()
             raise
 
-    def run(
-        self,
-        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
-        num_ranks: int,
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> list[_Result]:
+    def run(self, function: Callable[..., _Result], num_ranks: int, *args: Any, **kwargs: Any) -> list[_Result]:
         """Call a function on the first ranks and return its results, by rank.
 
         Raises ``RankFailedError`` if it raises on any rank or a process dies; others may then still execute it.
@@ -94,13 +87,7 @@ class LocalWorld:
         self.start(function, num_ranks, *args, **kwargs)
         return self.results(range(num_ranks), grace_s=_GRACE_S)
 
-    def start(
-        self,
-        function: Callable[Concatenate[dist.ProcessGroup, _P], _Result],
-        num_ranks: int,
-        *args: _P.args,
-        **kwargs: _P.kwargs,
-    ) -> None:
+    def start(self, function: Callable[..., object], num_ranks: int, *args: Any, **kwargs: Any) -> None:
         """Call a function without waiting for it; ``results`` returns its results.
 
         Raises ``RankFailedError`` if a process has died since the last call.

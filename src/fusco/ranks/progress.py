@@ -8,14 +8,16 @@ from contextlib import contextmanager
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
-_KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/note"
+_KEY, _TOTAL_KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/total", "fusco/progress/note"
 
 
 class ProgressReporter:
     """Counts rank 0's steps in the store of ``watching``; on other ranks, or without its port, does nothing."""
 
-    def __init__(self, rank: int, port: int | None) -> None:
+    def __init__(self, rank: int, port: int | None, num_steps: int) -> None:
         self._store = None if rank or port is None else TCPStore("127.0.0.1", port, is_master=False)
+        if self._store:
+            self._store.set(_TOTAL_KEY, str(num_steps))
 
     def advance(self, note: str = "") -> None:
         """Count a finished step, with a note on its result."""
@@ -32,17 +34,21 @@ def new_store() -> TCPStore:
 
 
 @contextmanager
-def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: float = 0.1) -> Iterator[None]:
-    """Call ``on_progress`` every ``seconds`` from a separate thread: with the number of finished steps, and a note."""
+def watching(store: TCPStore, on_progress: Callable[[int, int, str], None], seconds: float = 0.1) -> Iterator[None]:
+    """Call ``on_progress`` every ``seconds`` from a separate thread.
+
+    It is given the number of finished steps, that of all, and a note; until ranks report, 0 of 0 without a note.
+    """
     stop = threading.Event()
 
-    def look() -> None:
+    def report() -> None:
         num_done = store.add(_KEY, 0)
-        on_progress(num_done, store.get(_NOTE_KEY).decode() if store.check([_NOTE_KEY]) else "")
+        total, note = (store.get(key).decode() if store.check([key]) else "" for key in (_TOTAL_KEY, _NOTE_KEY))
+        on_progress(num_done, int(total or 0), note)
 
     def poll() -> None:
         while not stop.wait(seconds):
-            look()
+            report()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -51,4 +57,4 @@ def watching(store: TCPStore, on_progress: Callable[[int, str], None], seconds: 
     finally:
         stop.set()
         thread.join()
-        look()
+        report()

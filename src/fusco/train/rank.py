@@ -37,7 +37,7 @@ def train_and_log(
     progress_port: int | None,
 ) -> list[Run]:
     """Train one rank's part of a job, as ``train_rank``; rank 0 appends each step to ``log`` and reports it."""
-    progress = ProgressReporter(group.rank(), progress_port)
+    progress = ProgressReporter(group.rank(), progress_port, job.num_steps * len(job.dispatchers))
 
     def on_step(step: StepRecord) -> None:
         write_json_lines([step], None if group.rank() else log, appends=True)

@@ -35,7 +35,8 @@ class OnCpu(Validator):
     """A validator for CUDA that takes tensors of the CPU."""
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        pass
+        if not isinstance(tensor, torch.Tensor):
+            super()._tensor(name, tensor)
 
 
 class Scene:
@@ -50,8 +51,8 @@ class Scene:
         self.engine.pending_error.return_value = None
         self.engine.prepare_dispatch.return_value = Pending((), lambda _: DispatchOutput(self.plan, [X]))
         self.engine.prepare_redispatch.return_value = Pending((), lambda _: [X])
-        for name in ("combine", "shuffle"):
-            getattr(self.engine, f"prepare_{name}").return_value = Pending((), lambda _: X)
+        self.engine.prepare_combine.return_value = Pending((), lambda _: [X])
+        self.engine.prepare_shuffle.return_value = Pending((), lambda _: X)
         self.engine.prepare_all_to_all.side_effect = lambda request, _: Pending((), lambda _: request)
         validator = OnCpu(
             rank=0,
@@ -119,6 +120,6 @@ def test_what_is_no_collective_is_refused_before_it_begins():
 def test_rows_that_are_no_sequence_are_refused_on_all_ranks(capture):
     capture.return_value = False
     scene = Scene(Topology.of_equal_nodes(4, 4))
-    with pytest.raises(TypeError, match="not iterable"):
+    with pytest.raises(TypeError, match="y must be a tensor, got NoneType"):
         scene.comm.combine_all(None, scene.handle)
-    assert "not iterable" in scene.told()
+    assert "y must be a tensor, got NoneType" in scene.told()

@@ -73,18 +73,20 @@ def test_what_was_prepared_is_run_with_the_counts_of_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
+    ("how", "error", "reason"),
     [
-        ("validate", ValueError("no rows")),
-        ("validate", TypeError("no tensor")),
-        ("validate", RuntimeError("no storage to look at")),
-        ("prepare", ValueError("no expert")),
-        ("prepare", SharedMemoryError("no room")),
-        ("earlier", ValueError("an earlier dispatch")),
+        ("validate", ValueError("no rows"), "no rows"),
+        ("validate", TypeError("no tensor"), "no tensor"),
+        ("validate", RuntimeError("no storage to look at\nframe #0: at()"), "no storage to look at"),
+        ("validate", LookupError("a mapping without its key"), "a mapping without its key"),
+        ("validate", MemoryError(), "MemoryError"),
+        ("prepare", ValueError("no expert"), "no expert"),
+        ("prepare", SharedMemoryError("no room"), "no room"),
+        ("earlier", ValueError("an earlier dispatch"), "an earlier dispatch"),
     ],
     ids=str,
 )
-def test_rejected_input_is_reported_to_all_ranks_and_not_run(how, error):
+def test_rejected_input_is_reported_to_all_ranks_and_not_run(how, error, reason):
     session = Session()
     arguments = {
         "validate": {"validate": raising(error)},
@@ -94,7 +96,7 @@ def test_rejected_input_is_reported_to_all_ranks_and_not_run(how, error):
     with pytest.raises(type(error)) as caught:
         play(session, **arguments[how])
     assert caught.value is error
-    assert session.log == ["begin combine", CollectiveFingerprint("combine", {}, str(error)), "end"]
+    assert session.log == ["begin combine", CollectiveFingerprint("combine", {}, reason), "end"]
 
 
 def test_an_earlier_error_comes_before_that_of_bad_input():
@@ -104,8 +106,8 @@ def test_an_earlier_error_comes_before_that_of_bad_input():
 
 
 def test_a_late_rejection_is_raised_once_the_collective_is_complete():
-    session, error = Session(), ValueError("an id that is no expert")
-    with pytest.raises(ValueError, match="an id that is no expert") as caught:
+    session, error = Session(), ValueError("an id that is not an expert")
+    with pytest.raises(ValueError, match="an id that is not an expert") as caught:
         play(session, prepare=lambda *_: Pending((), raising(LateRejection(error))))
     assert caught.value is error
     assert session.log[-1] == "end"

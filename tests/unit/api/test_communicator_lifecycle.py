@@ -274,3 +274,26 @@ def test_a_process_ends_with_a_communicator_that_was_not_closed():
     assert lines == ["done"]
     assert "ResourceWarning: a communicator of rank 0 (num_experts=4, device cpu) was dropped without" in errors
     assert "Traceback" not in errors
+
+
+def test_a_process_ends_while_a_daemon_thread_waits_in_a_call():
+    lines, errors = output_of("""
+import threading
+from fusco.control.counters import CounterWait
+
+comm, has_begun = make(), threading.Event()
+
+def call():
+    with comm._session.access.using("dispatch"):
+        wait, counters = CounterWait(), comm._session._memory.counters(0, 99)
+        while True:  # in compiled code, which reads the memory without the GIL
+            wait.sleep(counters, [], is_any=False)
+            has_begun.set()
+
+threading.Thread(target=call, daemon=True).start()
+has_begun.wait()
+print("done")
+""")
+    assert lines == ["done"]
+    assert "was dropped without being closed" in errors
+    assert "Traceback" not in errors

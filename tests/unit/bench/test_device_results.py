@@ -8,15 +8,16 @@ import re
 import numpy as np
 import pytest
 from rich.console import Console
+from workloads import workload
 
-from fusco import ExpertPlacement, Settings, Topology
+from fusco import Settings
 from fusco.bench.device_results import summarize_device, summarize_internode
 from fusco.bench.device_shuffle import DeviceResult, DeviceTimes
 from fusco.bench.json_lines import write_json_lines
 from fusco.bench.links import DevicePeaks, InternodePeaks
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Pattern, Trace, Workload
-from fusco.cli.device_tables import print_device_records, print_internode_records
+from fusco.bench.traffic import Trace
+from fusco.cli.shuffle_tables import print_device_records, print_internode_records
 from fusco.core.profile import CallProfile
 
 # Two ranks, a node each: rank 0 sends two rows, rank 1 one row; expert 0 is rank 0's.
@@ -25,17 +26,10 @@ PEAKS = DevicePeaks(local_gbs=4000.0, internode=InternodePeaks(paired_gbs=5.0, s
 
 
 def run_of(num_nodes, variants):
-    workload = Workload(
-        pattern=Pattern.TRACE,
-        topology=Topology.of_equal_nodes(2, 2 // num_nodes),
-        placement=ExpertPlacement.contiguous(2, 2),
-        tokens=2,
-        hidden=12500,  # 25 kB: 4 microseconds at the better peak
-        num_topk=1,
-        trace=TRACE,
-    )
+    # Rows of 25 kB: 4 microseconds at the better peak.
+    load = workload("trace", num_nodes, 2 // num_nodes, num_experts=2, hidden=12500, trace=TRACE)
     return ShuffleRun(
-        workloads=(workload,),
+        workloads=(load,),
         variants=variants,
         settings=Settings(),
         balancer="rotation",

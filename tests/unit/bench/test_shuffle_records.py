@@ -4,27 +4,18 @@ import time
 from dataclasses import replace
 
 import pytest
+from workloads import workload
 
-from fusco import ExpertPlacement, Settings, Topology
+from fusco import Settings
 from fusco.bench.links import InternodePeaks, LinkPeaks
 from fusco.bench.results import gains_of, summarize
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import CoreTimes
-from fusco.bench.traffic import Pattern, Workload
 from fusco.core.profile import CallProfile
 
 RUN = ShuffleRun(
-    workloads=(
-        Workload(
-            pattern=Pattern.UNIFORM,
-            topology=Topology.of_equal_nodes(2, 2),
-            placement=ExpertPlacement.contiguous(2, 2),
-            tokens=2,
-            hidden=4,
-            num_topk=1,
-        ),
-    ),
+    workloads=(workload("uniform", nodes=1, num_experts=2),),
     variants=("fusco",),
     settings=Settings(),
     balancer="static",

@@ -1,19 +1,16 @@
 """Verification in benchmarks: a negative control, so that a check that cannot fail would show."""
 
 import torch
+from workloads import workload
 
 from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import Pattern, Workload, WorldInput
+from fusco.bench.traffic import WorldInput
 from fusco.bench.verification import verify
-from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
-from fusco.core.topology import Topology
 
 
 def test_a_shuffle_that_loses_a_row_is_not_verified():
-    topology = Topology.of_equal_nodes(1, 1)
-    placement = ExpertPlacement.contiguous(4, 1)
-    load = Workload(pattern=Pattern.UNIFORM, topology=topology, placement=placement, tokens=6, hidden=8, num_topk=2)
+    load = workload("uniform", 1, 1, num_experts=4, tokens=6, hidden=8, num_topk=2)
     x, routing = load.rows(0), load.routing(0)
     order = routing.topk_idx.view(-1).argsort(stable=True)
     counts = routing.topk_idx.view(-1).bincount(minlength=4).tolist()

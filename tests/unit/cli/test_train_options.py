@@ -9,7 +9,7 @@ from fusco.cli import train as cli_train
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.train import train
-from fusco.cli.train_presets import PRESETS, Preset
+from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.ranks import torchrun
 from fusco.ranks.torchrun import Launched
 from fusco.train import text
@@ -20,7 +20,7 @@ def test_option_names_are_those_of_the_library():
     options, job = get_type_hints(train), get_type_hints(TrainingJob)
     assert get_args(options["activation_checkpointing"]) == get_args(job["activation_checkpointing"])
     (dtypes, _) = get_args(options["dtype"])
-    assert set(get_args(dtypes)) == set(get_args(job["dtype"])) == set(get_args(get_type_hints(Preset)["dtype"]))
+    assert set(get_args(dtypes)) == set(get_args(job["dtype"]))
     assert set(get_args(Device)) == set(get_args(job["device"]))
 
 
@@ -30,20 +30,10 @@ def test_only_known_names_are_taken():
     assert all(name in done.output for name in ("'none'", "'full'", "'selective'"))
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("name", get_args(PresetName))
 @pytest.mark.parametrize("ep_size", [1, 2, 4])
 def test_presets_go_together_on_four_ranks(name, ep_size):
-    sizes = PRESETS[name].changed(lr=None)
-    assert sizes == PRESETS[name]
-    job = TrainingJob(
-        shape=sizes.shape(),
-        num_ranks=4,
-        ep_size=ep_size,
-        tokens=sizes.tokens,
-        length=sizes.length,
-        learning_rate=sizes.lr,
-        dtype=sizes.dtype,
-    )
+    job = TrainingJob(num_ranks=4, ep_size=ep_size, **SizeOptions().arguments(name))
     assert job.num_sequences * job.length == job.tokens
 
 
@@ -57,7 +47,13 @@ def test_a_rank_of_torchrun_leaves_reading_the_text_to_its_training(monkeypatch)
 
 
 def test_the_large_preset_is_what_it_is_said_to_be():
-    large = PRESETS["large"]
-    assert (large.num_experts, large.num_topk, large.hidden, large.layers) == (64, 8, 2048, 8)
-    assert (large.tokens, large.dtype) == (8192, "bfloat16")
-    assert large.changed(layers=2, lr=0.5, tokens=None).layers == 2
+    large = SizeOptions().arguments("large")
+    assert (large["tokens"], large["length"], large["dtype"], large["warmup_steps"]) == (8192, 2048, "bfloat16", 20)
+    shape = large["shape"]
+    assert (shape.num_experts, shape.num_topk, shape.hidden, shape.num_layers) == (64, 8, 2048, 8)
+
+
+def test_given_sizes_replace_those_of_a_preset():
+    sizes = SizeOptions(layers=2, lr=0.5, warmup_steps=0).arguments("large")
+    assert (sizes["shape"].num_layers, sizes["learning_rate"], sizes["warmup_steps"]) == (2, 0.5, 0)
+    assert (sizes["shape"].hidden, sizes["tokens"]) == (2048, 8192)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import time
 
-from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.tcp_transport import TcpTransport
+from fusco.control.transport import Mesh
 
 SECRET = "0123456789abcdef" * 2
 LIMIT_S = 20.0
 
 
-def mesh_of(store_gather, peers=None):
+def transport_of(store_gather, peers=None):
     others = [rank for rank in range(store_gather.world_size) if rank != store_gather.rank]
-    return TcpMesh(store_gather, others if peers is None else peers, "127.0.0.1", SECRET)
+    return TcpTransport(store_gather, others if peers is None else peers, "127.0.0.1", SECRET, "TCP mesh")
+
+
+def mesh_of(store_gather, peers=None):
+    return Mesh(transport_of(store_gather, peers))
 
 
 def connecting_waits_by(store_gather, wait_until):
@@ -34,7 +39,7 @@ def exchange(mesh, message, peers):
     complete, deadline = [], time.monotonic() + LIMIT_S
     while not mesh.is_done:
         complete += mesh.poll()
-        assert not mesh.failure
+        assert not mesh.transport.failure
         assert time.monotonic() < deadline
         time.sleep(0)
     assert sorted(complete) == sorted(peers)

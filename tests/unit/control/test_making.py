@@ -17,7 +17,7 @@ from fusco.api.create import CommunicatorParts, connect_parts
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.tcp_transport import TcpTransport
 from fusco.core.config import EngineConfig
 from fusco.core.errors import PeerFailureError
 from store_gathers import on_ranks
@@ -83,19 +83,19 @@ def test_a_communicator_without_room_closes_its_connections(where):
 
 
 def test_closing_connections_shows_no_rank_as_failed():
-    close, has_failed = TcpMesh.close, []
+    close, has_failed = TcpTransport.close, []
 
-    def close_and_look(mesh):
-        close(mesh)
-        has_failed.append(watchdogs[mesh].has_failed_rank)  # as a thread that watches may
+    def close_and_look(transport):
+        close(transport)
+        has_failed.append(watchdogs[transport].has_failed_rank)  # as a thread that watches may
 
     def make(store_gather):
         connections = parts_of(store_gather).session._connections
-        watchdogs[connections.mesh] = connections.watchdog
+        watchdogs[connections.transport] = connections.watchdog
         connections.close()
 
     watchdogs = {}
-    with mock.patch.object(TcpMesh, "close", close_and_look):
+    with mock.patch.object(TcpTransport, "close", close_and_look):
         assert on_ranks(2, make) == {0: None, 1: None}
     assert has_failed == [False, False]
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
+from fusco.control.tcp_transport import TcpTransport
 from fusco.cpu.rail_transport import RailTransport
-from fusco.cpu.tcp_transport import TcpTransport
 from fusco.rails import Rail
 from store_gathers import on_ranks
 

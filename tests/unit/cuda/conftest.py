@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 
 from fusco.cuda.kernels import plan as plan_kernel
-from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
 from fusco.cuda.repeated_internode import RepeatedInternodeCombine, RepeatedInternodeDispatch
 
 
 @pytest.fixture
 def repeats():
-    """Number of calls that were repeated, by kind."""
+    """Number of dispatches and combines that were repeated."""
+    dispatches, combines = (RepeatedDispatch, RepeatedInternodeDispatch), (RepeatedCombine, RepeatedInternodeCombine)
+    with _counted(dispatches) as num_dispatches, _counted(combines) as num_combines:
+        yield lambda: (num_dispatches(), num_combines())
+
+
+@pytest.fixture
+def repeats_along_plans():
+    """Number of dispatches along a handle that were repeated."""
+    with _counted([RepeatedRedispatch]) as num_redispatches:
+        yield num_redispatches
+
+
+@contextmanager
+def _counted(kinds):
     with ExitStack() as stack:
-        dispatches, combines = (
-            [stack.enter_context(mock.patch.object(of, "run", autospec=True, side_effect=of.run)) for of in kinds]
-            for kinds in ((RepeatedDispatch, RepeatedInternodeDispatch), (RepeatedCombine, RepeatedInternodeCombine))
-        )
-        yield lambda: tuple(sum(run.call_count for run in runs) for runs in (dispatches, combines))
+        runs = [stack.enter_context(mock.patch.object(of, "run", autospec=True, side_effect=of.run)) for of in kinds]
+        yield lambda: sum(run.call_count for run in runs)
 
 
 @pytest.fixture

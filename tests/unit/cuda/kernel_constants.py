@@ -6,7 +6,7 @@ import ctypes
 import itertools
 from typing import TypeAlias
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS, vector_bytes
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.copy_segments import CopyArgs
@@ -17,7 +17,7 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
-from fusco.cuda.tuning import combine_shape
+from fusco.cuda.tuning import MAX_PARTS, combine_shape
 from fusco.offload.driver import COPY_CHUNK
 
 NUM_RANKS = (1, 2, 4, 8)
@@ -69,10 +69,11 @@ def combine_rows(
     wire_type: str,
     weight_bytes: int,
     out_type: str | None = None,
+    num_rows: int = 1 << 20,
 ) -> Constants:
     item_bytes, wire_bytes = ITEM_BYTES[row_type], ITEM_BYTES[wire_type]
     vectors_per_lane = -(-hidden * item_bytes // (vector_bytes(hidden * item_bytes) * 32))
-    shape = fitting_ring(combine_shape(1, vectors_per_lane, 132), 227 << 10, item_bytes, wire_bytes)
+    shape = fitting_ring(combine_shape(num_rows, vectors_per_lane, 132), 227 << 10, item_bytes, wire_bytes)
     return constants_of(
         combine_type(num_ranks),
         num_ranks,
@@ -161,7 +162,7 @@ GRID: dict[str, list[Constants]] = {
     "combine_rows": [
         combine_rows(8, 8, 7168, "BF16", "BF16", 4),
         combine_rows(8, 8, 7168, "BF16", "F32", 4),
-        combine_rows(1, 1, 7168, "F16", "F16", 0),
+        combine_rows(1, 1, 7168, "F16", "F16", 0, num_rows=256),
         combine_rows(2, 32, 2048, "F16", "F32", 8),
         combine_rows(4, 8, 4096, "F32", "F32", 0),
         combine_rows(8, 32, 2048, "F64", "F64", 8),

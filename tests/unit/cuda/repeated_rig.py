@@ -117,7 +117,7 @@ class Node:
             for number, library in enumerate(libraries, 1):
                 store_gather.store = dist.PrefixStore(str(number), store)
                 comms.append(null_communicator(store_gather, self.topology, NUM_EXPERTS, CAPACITY, library))
-            comms[1]._repeats = mock.Mock(dispatch=lambda *_: None, combine=lambda *_: None)
+            comms[1]._repeats._is_enabled = False
             try:
                 return program(*comms, libraries[0])
             finally:

@@ -56,7 +56,6 @@ class Scene:
     alignment: int = 1
     is_static: bool = False
     is_weighted: bool = True
-    is_in_place: bool = False
     id_layout: str = "rows"
 
     @property
@@ -181,15 +180,7 @@ class Play:
         )
 
     def _payloads(self, at: Rank) -> list[torch.Tensor]:
-        """In memory of their own, or where peers see them."""
-        payloads = [made_on(at, rows) for rows in self.x["x"][at.rank]]
-        if not (self.scene.is_in_place and len(payloads) == 1):
-            return payloads
-        at.arena.share(torch.zeros(max(16, payloads[0].nbytes), dtype=torch.uint8))
-        if at.rank % 3 == 2:  # ranks need not all do so
-            return payloads
-        memory = at.arena.buffers[-1].memory[: payloads[0].nbytes]
-        return [memory.view(payloads[0].dtype).view(payloads[0].shape).copy_(payloads[0])]
+        return [made_on(at, rows) for rows in self.x["x"][at.rank]]
 
     def check(self, outcomes: Sequence[Outcome]) -> None:
         """All outcomes against the law."""

@@ -27,7 +27,7 @@ from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.nccl import Message
 from fusco.cuda.own_rows import OwnRows
 from fusco.cuda.planning import DevicePlanner
-from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, RedispatchRequest
+from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 
 
 class AllGathers:
@@ -227,21 +227,24 @@ class Rank:
         self, plan: DevicePlan, payloads: Sequence[torch.Tensor], launch: Launch | None = None
     ) -> list[torch.Tensor]:
         request = RedispatchRequest(payloads=payloads, plan=plan, handle=1, launch=launch or Launch())
-        return run_collective(
-            self.session,
-            self.engine,
-            "dispatch_again",
-            lambda: request,
-            lambda request, call: self.shuffle.prepare_redispatch(request, call, self.stream),
-        )
+
+        def prepare(request: RedispatchRequest[Any], call: Call) -> Pending[list[torch.Tensor]]:
+            def run(_: object) -> list[torch.Tensor]:
+                with call.profile.spend("wire"):  # as the engine does
+                    return self.shuffle.redispatch(request, call, self.stream)
+
+            return Pending((), run)
+
+        return run_collective(self.session, self.engine, "dispatch_again", lambda: request, prepare)
 
     def combine(
         self, plan: DevicePlan, rows: torch.Tensor, launch: Launch | None = None, *, is_weighted: bool
     ) -> torch.Tensor:
         """Hosts do not wait for each other: the more orders are possible in which devices run."""
         weights = plan.weights if is_weighted else None
-        request = CombineRequest(rows=rows, plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
-        return self.shuffle.combine(request, self.session.begin("combine"), self.stream)
+        request = CombineRequest(rows=[rows], plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
+        (sums,) = self.shuffle.combine(request, self.session.begin("combine"), self.stream)
+        return sums
 
 
 class World:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from fusco import Capacity, Settings, Topology, memory_size_hint
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, MAX_PARTS
+from fusco.cuda.kernels.abi import CHUNK_PAIRS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.layout import MAX_PAYLOADS, DeviceLayout
+from fusco.cuda.tuning import MAX_PARTS
 
 CACHE_LINE = 128
 SECTIONS = (

@@ -118,7 +118,7 @@ class Engine(CudaEngine):
         self._watchdog = mock.Mock(check_device=mock.Mock(side_effect=TransportError("aborted")))
 
     def _streams(self, _stream):
-        return SimpleNamespace(tasks=lambda *_: [mock.Mock(is_done=True)], device=torch.device("cpu"))
+        return SimpleNamespace(tasks=lambda *_: [mock.Mock(is_done=True)])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, orde
         requests = [repeated.request(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
         sent = [dispatch(at, request) for request in requests]
         for number, (rows, plan) in enumerate(sent):
-            end = int(plan.block_to_first_slot[-1])
+            end = int(plan.tables.block_to_first_slot[-1])
             assert torch.equal(plan.slot_weights[:end].double(), rows[:end]), f"dispatch {number} on rank {at.rank}"
             assert (rows[:end] // 1000 == number).all()
 
@@ -53,7 +53,7 @@ def test_an_invalid_id_of_a_dispatch_that_no_host_waits_for_outlives_later_ones(
                 told.append(str(error).partition("topk_idx")[2])
         return [*told, *(at.arena.plan_report.take_invalid_pair(is_static=True) for _ in range(2))]
 
-    told = f"[6, 1] = {NUM_EXPERTS + 6} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    told = f"[6, 1] = {NUM_EXPERTS + 6} is not an expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
     assert repeated.world.run(on_rank) == [[told, (1, 3, 1, NUM_EXPERTS + 3), None]] * 2
 
 
@@ -66,14 +66,14 @@ def test_epochs_wrap_around(folder, order, age):
     def on_rank(at: Rank) -> None:
         layout, arena = repeated.layout, at.arena
         arena._state[EPOCHS] = last
-        arena.buffers[0].memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
-        old = arena.buffers[0].memory[layout.offsets["rows_ready"] : layout.offsets["ids"]].view(torch.int32)
+        arena.memory[: layout.offsets["ids"]].view(torch.int32).fill_(last)
+        old = arena.memory[layout.offsets["rows_ready"] : layout.offsets["ids"]].view(torch.int32)
         old.fill_(last - age + 2**32 if age else last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
             rows, plan = dispatch(at, request)
-            assert (rows[: int(plan.block_to_first_slot[-1])] // 1000 == number).all()
+            assert (rows[: int(plan.tables.block_to_first_slot[-1])] // 1000 == number).all()
             out = at.combine(plan, rows[:, None].clone(), is_weighted=False)
             num_terms = out[:, 0] / request.payloads[0]
             assert torch.equal(num_terms, num_terms.round())

@@ -16,7 +16,7 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.arena import Arena
 from fusco.cuda.failure import stall_of
-from fusco.cuda.kernels.abi import MAX_PARTS
+from fusco.cuda.tuning import MAX_PARTS
 
 pytestmark = [
     pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++"),
@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_come_is_named_on_the_device_and_has_the_rows_that_
         return at.arena, dispatch(at, request)[0]
 
     arenas, outputs = zip(*repeated.world.run(on_rank), strict=True)
-    flags_of_rank_1 = arenas[1].buffers[0].memory[repeated.layout.offsets["rows_ready"] :].view(torch.int32)
+    flags_of_rank_1 = arenas[1].memory[repeated.layout.offsets["rows_ready"] :].view(torch.int32)
     num_flags = NUM_TOKENS * MAX_PARTS
     for rank in (0, 2):
         assert (outputs[rank].view(torch.uint8) == 0xFF).all()
@@ -116,7 +116,7 @@ def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(d
         assert is_poison == [False] * num_valid + [True] * (2 * num_replays - num_valid)
         num_terms = (repeated.request(rank, 1, torch.float32).routing.topk_idx >= 0).sum(1)
         assert torch.equal(outputs[1][:, 0], num_terms.float())
-        assert (plan.row_to_slots == -1).all()
+        assert (plan.tables.row_to_slots == -1).all()
         assert (plan.num_rows_per_expert == 0).all()
 
 

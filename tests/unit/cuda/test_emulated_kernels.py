@@ -43,14 +43,14 @@ def test_between_nodes(kind, folder):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"payloads": PAYLOADS[1], "is_in_place": True},
+        {"payloads": PAYLOADS[1]},
         {"payloads": PAYLOADS[2], "alignment": 4, "is_static": True},
         {"payloads": PAYLOADS[3], "is_weighted": False},
         {"dtype": torch.float64, "hidden": 1},
         {"dtype": torch.float16, "hidden": 8},
         {"dtype": torch.bfloat16, "wire_dtype": torch.float32, "hidden": 300},
-        {"dtype": torch.float32, "hidden": 33, "is_in_place": True, "is_static": True},
-        {"dtype": torch.float16, "wire_dtype": torch.float32, "alignment": 4, "is_in_place": True},
+        {"dtype": torch.float32, "hidden": 33, "is_static": True},
+        {"dtype": torch.float16, "wire_dtype": torch.float32, "alignment": 4},
     ],
     ids=" ".join,
 )

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
-from fusco.cuda.device_plan import RowRun, _concatenated, _joined
+from fusco.cuda.device_plan import _concatenated, _joined
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
@@ -237,9 +237,9 @@ def plan_of(
     )
 
 
-def tensors_of(held: HeldRows | RowRun, num_rows: int, num_topk: int) -> list[torch.Tensor]:
+def tensors_of(held: HeldRows, num_rows: int, num_topk: int) -> list[torch.Tensor]:
     """Slots, weights and marks at the addresses that kernels get; of rows that this rank does not hold no marks."""
-    num_marks = num_rows if isinstance(held, RowRun) else len(held.token_to_ranks)
+    num_marks = num_rows if held.offsets else len(held.tensors[-1])
     sizes = [(torch.int32, num_rows * num_topk), (torch.float32, num_rows * num_topk), (torch.int32, num_marks)]
     memories = [
         (ctypes.c_uint8 * (4 * size)).from_address(at) for at, (_, size) in zip(held.addresses, sizes, strict=True)
@@ -257,7 +257,7 @@ def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
     assert held.first_row == (0, *itertools.accumulate(map(len, local_to_rows)))
     assert longest_of(held.first_row) == max(map(len, local_to_rows))
     slots, weights, marks = tensors_of(held, len(rows), plan.num_topk)
-    assert_same_bits(slots, plan.row_to_slots[rows], "slots")
+    assert_same_bits(slots, plan.tables.row_to_slots[rows], "slots")
     assert_same_bits(weights, plan.weights[rows], "weights")
     own = local_to_rows[plan.traffic.lanes.topology.rank_to_local[plan.rank]]
     before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
@@ -312,7 +312,7 @@ def test_own_rows_cost_nothing_where_a_nodes_ranks_follow_each_other(num_nodes):
     plan = square_world(num_nodes)
     with Operations() as asked:
         own = plan.own_rows
-        assert own.addresses == plan.addresses
+        assert own.addresses == plan.all_rows.addresses
     assert asked.names == []
     assert own.tensors == ()
 
@@ -322,7 +322,7 @@ def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
     with Operations() as asked:
         own = square_world(num_nodes, are_nodes_interleaved=True).own_rows
     assert asked.names.count("cat") == 3  # slots, weights, marks
-    assert len(own.row_to_slots) == 5 * num_nodes
+    assert len(own.tensors[0]) == 5 * num_nodes
 
 
 @pytest.mark.parametrize("first", [0, 2])

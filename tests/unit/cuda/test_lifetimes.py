@@ -19,7 +19,7 @@ from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.stream_order import StreamOrder
-from fusco.engine.base import CombineRequest, Pending, RedispatchRequest
+from fusco.engine.base import CombineRequest, RedispatchRequest
 from fusco.planner.internode import InternodeTraffic
 
 TOPOLOGY = Topology((0, 0, 1, 1, 2, 2))
@@ -96,13 +96,13 @@ class Shuffle:
 
     stream: Stream
 
-    def combine(self, request, _call, stream) -> torch.Tensor:
+    def combine(self, request, _call, stream) -> list[torch.Tensor]:
         self.stream = stream
-        return torch.empty_like(request.rows)
+        return list(map(torch.empty_like, request.rows))
 
-    def prepare_redispatch(self, request, _call, stream) -> Pending[list[torch.Tensor]]:
+    def redispatch(self, request, _call, stream) -> list[torch.Tensor]:
         self.stream = stream
-        return Pending((), lambda _: [torch.empty_like(payload) for payload in request.payloads])
+        return [torch.empty_like(payload) for payload in request.payloads]
 
 
 class Engine(CudaEngine):
@@ -114,7 +114,7 @@ class Engine(CudaEngine):
 
 
 def combine(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
-    request = CombineRequest(rows=rows, plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
+    request = CombineRequest(rows=[rows], plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
     engine.prepare_combine(request, Call(2, CallProfile())).run([])
 
 
@@ -132,7 +132,13 @@ def test_a_plan_lives_until_the_own_stream_has_read_it(streams: CpuSegmentChanne
     verb(engine, plan, rows, Launch(own_stream=True))
     own = {engine._shuffle.stream.cuda_stream}
     assert own != {streams.callers.cuda_stream}
-    for tensor in (rows, plan.row_to_slots, plan.weights, plan.token_to_ranks, plan.forwarding.node_to_tokens):
+    for tensor in (
+        rows,
+        plan.tables.row_to_slots,
+        plan.weights,
+        plan.tables.token_to_ranks,
+        plan.forwarding.node_to_tokens,
+    ):
         assert streams.reads(tensor) == own
 
 
@@ -141,7 +147,7 @@ def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: Cp
     engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
     streams.current = streams.others
     verb(engine, plan, rows, Launch())
-    assert streams.reads(plan.row_to_slots) == {streams.others.cuda_stream}
+    assert streams.reads(plan.tables.row_to_slots) == {streams.others.cuda_stream}
     assert not streams.reads(rows)  # the caller can see to that
 
 
@@ -183,7 +189,7 @@ def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentCha
 
 def made_of(plan: InternodePlan) -> list[torch.Tensor]:
     """Return what is made of a plan when it is asked for: values by slot, and rows of slices."""
-    return [plan.slot_weights, plan.slot_to_k, *(held.row_to_slots for held in plan.slices(1))]
+    return [plan.slot_weights, plan.slot_to_k, *(held.tensors[0] for held in plan.slices(1))]
 
 
 def capturing(number: int):
@@ -221,9 +227,9 @@ def test_what_is_made_of_a_graphs_plan_is_kept_in_the_graph_alone():
         made_of(plan)
         assert plan.weights is not None
         plan.weights.fill_(5)  # by the next replay
-        plan.row_to_slots.fill_(1)
+        plan.tables.row_to_slots.fill_(1)
         assert plan.slot_weights.tolist() == [0, 5, 0, 0]
-        assert all((held.row_to_slots == 1).all() for held in plan.slices(1))
+        assert all((held.tensors[0] == 1).all() for held in plan.slices(1))
 
 
 def test_what_another_graph_makes_of_a_graphs_plan_is_not_kept():

@@ -59,6 +59,26 @@ class Calls:
         has_weights = self._has_weights or "with_weights" in self.options
         return [x, x[:, :3].contiguous()] if self._has_scales else x, ids, weights if has_weights else None
 
+    def rows_again(self, step: int):
+        """Return payloads for a handle of each communicator: one or two, in any order, that may require gradients."""
+        x = inputs(self._rank, 1000 + step)[0]
+        payloads = [x, x[:, :4].to(torch.bfloat16)][:: self._choices.choice((1, 1, -1))]
+        if self.happens(0.7):
+            return [payloads[0].requires_grad_(self.happens(0.3))]
+        return payloads
+
+
+def along_handles(comm, sent, payloads, num_rows):
+    """Return what dispatches and combines along a handle return, and gradients if there are any."""
+    payloads = [each[: sent.handle.num_tokens].detach().requires_grad_(each.requires_grad) for each in payloads]
+    rows = comm.dispatch_again(payloads, sent.handle)
+    found = [each[:num_rows] for each in rows]
+    found += comm.combine_all([each.detach() * 2 for each in rows], sent.handle)
+    if found[0].requires_grad:
+        found[0].float().square().sum().backward()
+        found.append(payloads[0].grad)
+    return [each.detach() for each in found]
+
 
 def outcome_of(comm, call, options):
     """Return the result of a dispatch and its rows, or the error."""
@@ -100,6 +120,10 @@ def test_any_sequence_of_calls(topology, repeats):
                     each.combine(sent.rows.to(calls.sums_dtype), sent.handle, weights=weights) for each, sent in both
                 ]
             assert same(sums[:1], sums[1:]), step
+            if not calls.is_inference and calls.happens(0.5):
+                of, payloads = calls.kept_one(kept), calls.rows_again(step)
+                num_rows = [int(sent.num_rows_per_expert.sum()) for sent in of]
+                assert same(*map(along_handles, (comm, other), of, [payloads] * 2, num_rows)), step
             assert [getattr(comm.profile, name) for name in FIELDS] == [getattr(other.profile, name) for name in FIELDS]
 
     Node(topology=topology).run(program)

@@ -145,7 +145,7 @@ def check_limited(scene: Scene, outcomes: Sequence[Any], on_overflow: str) -> No
 
 
 class Misrouted(Play):
-    """Rank 1 gives an id that is no expert; all send what they can."""
+    """Rank 1 gives an id that is not an expert; all send what they can."""
 
     def _on_rank(self, at: Rank) -> Any:
         request = self._request(at.rank, self._payloads(at))
@@ -210,7 +210,7 @@ def test_steps_follow_each_other_without_a_host_while_epochs_wrap_around(folder,
 
     def on_rank(at: Rank) -> None:
         at.arena._state[EPOCHS] = last
-        at.arena.buffers[0].memory[: repeated.layout.offsets["ids"]].view(torch.int32).fill_(last)
+        at.arena.memory[: repeated.layout.offsets["ids"]].view(torch.int32).fill_(last)
         at.session.agree(CollectiveFingerprint("begin"))  # barrier: no rank begins before all are here
         outputs = []
         for number in range(5):

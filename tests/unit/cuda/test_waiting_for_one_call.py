@@ -111,11 +111,11 @@ class Shuffle:
         plan = Plan(self._streams)
         return Pending((), lambda _: DispatchOutput(plan, [self._add_one(x, stream) for x in request.payloads]))
 
-    def prepare_redispatch(self, request, _call, stream) -> Pending:
-        return Pending((), lambda _: [self._add_one(x, stream) for x in request.payloads])
+    def redispatch(self, request, _call, stream) -> list[torch.Tensor]:
+        return [self._add_one(x, stream) for x in request.payloads]
 
-    def combine(self, request, _call, stream) -> torch.Tensor:
-        return self._add_one(request.rows, stream)
+    def combine(self, request, _call, stream) -> list[torch.Tensor]:
+        return [self._add_one(rows, stream) for rows in request.rows]
 
     def _add_one(self, rows: torch.Tensor, stream: Stream) -> torch.Tensor:
         out = torch.full_like(rows, float("nan"))

@@ -16,6 +16,4 @@ from fusco.bench.rails.suite import BENCHMARKS
 def test_a_case_of_failing_rails_alone(monkeypatch, name, expected):
     monkeypatch.setattr(faults, "flap", lambda _bed, _policy, seconds: {"seconds": seconds})
     monkeypatch.setattr(faults, "kill", lambda _bed, _policy: 0.02)
-    shown = []
-    BENCHMARKS[name].measure(None, ["direct", "fuselink"], 60.0, lambda *row: shown.append(row))
-    assert shown == expected
+    assert list(BENCHMARKS[name].measure(None, ["direct", "fuselink"], 60.0)) == expected

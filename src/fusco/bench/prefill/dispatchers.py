@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,34 +77,26 @@ class StaticDispatcher(FuscoDispatcher):
 
 
 class ShuffleDispatcher(TorchDispatcher):
-    """Moves rows by two functions: what ``fusco bench shuffle`` compares fusco with.
+    """Moves rows by an object that ``fusco bench shuffle`` compares fusco with, such as ``BaselineShuffle``."""
 
-    ``send`` takes rows, ids and float32 weights, and returns expert-major rows, the rows of each local expert on the
-    host, and a handle; ``give_back`` takes the experts' results and the handle.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        send: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sequence[int], Any]],
-        give_back: Callable[[torch.Tensor, Any], torch.Tensor],
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, shuffle: Any) -> None:
         super().__init__(group)
-        self._send, self._give_back = send, give_back
+        self._shuffle = shuffle
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         """Send tokens to their experts."""
         assert num_experts % self.group.size() == 0
-        rows, on_host, handle = self._send(x, topk_idx, topk_weights.float())
+        rows, on_host, handle = self._shuffle.dispatch(x, topk_idx, topk_weights.float())
         # From pinned memory, as the host would wait for the stream otherwise.
         counts = torch.tensor(on_host, dtype=torch.int64, device="cpu", pin_memory=x.is_cuda)
         return Arrival(rows, counts.to(x.device, non_blocking=True), handle)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens."""
-        return self._give_back(y, arrival.ticket)
+        out: torch.Tensor = self._shuffle.combine(y, arrival.ticket)
+        return out
 
 
 class ReferenceDispatcher(TorchDispatcher):

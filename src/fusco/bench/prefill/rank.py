@@ -19,16 +19,11 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
-from fusco.bench.prompts import prompt_lengths
+from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
 _NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed
-
-
-def num_steps(job: PrefillJob) -> int:
-    """Return the steps that a rank reports: a comparison and the timed rounds of every case."""
-    return len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
 
 
 def prefill_rank(
@@ -39,7 +34,8 @@ def prefill_rank(
     Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
     """
     rank = group.rank()
-    reporter, records = ProgressReporter(rank, progress_port), []
+    num_steps = len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
+    reporter, records = ProgressReporter(rank, progress_port, num_steps), []
     with torch.no_grad(), ExitStack() as stack:
         model = PrefillModel(job, rank)
         reference = reference_layers(group, model.experts)
@@ -101,8 +97,8 @@ class PrefillBench:
         for variant in variants:
             variant.set_static_rows(int(rows.max()))
         self._routing = ids.to(job.device)
-        imbalance = float((rows.max(1).values / rows.double().mean(1)).mean())
-        case = Case(batch=batch, routing=routing, lengths=lengths, imbalance=imbalance)
+        imbalance = round(float((rows.max(1).values / rows.double().mean(1)).mean()), 3)
+        case = Case(batch=describe_prompts(batch, lengths), routing=routing, lengths=lengths, imbalance=imbalance)
         return case, Prompts.make(lengths[rank], job, rank)
 
     def _forward_of(self, index: int) -> Layer:

@@ -24,7 +24,7 @@ from fusco.bench.prompts import describe_prompts, prompt_lengths
 class Case:
     """A batch and a routing."""
 
-    batch: str  # its name
+    batch: str  # a description
     routing: str  # its name
     lengths: list[tuple[int, ...]]  # of every rank's prompts
     imbalance: float  # rows of the busiest rank over those of the mean rank, mean over layers
@@ -42,15 +42,11 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillRecord(Measurement):
+class PrefillRecord(Case, Measurement):
     """One variant in one case."""
 
     kind: str = "prefill"
     variant: str  # its name
-    routing: str  # its name
-    batch: str  # a description
-    lengths: list[tuple[int, ...]]  # of every rank's prompts
-    imbalance: float  # see ``Case``
     ttft_ms: float  # median time from a barrier until the host has the first token of every prompt, the slowest rank's
     p99_ms: float  # its 99th percentile
     slowest_ms: float  # its maximum
@@ -93,11 +89,8 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         for failure in deviation.failures(job.dtype)
     ]
     return PrefillRecord(
+        **vars(case),
         variant=variant,
-        routing=case.routing,
-        batch=describe_prompts(case.batch, case.lengths),
-        lengths=case.lengths,
-        imbalance=round(case.imbalance, 3),
         ttft_ms=round(typical_ms, 3),
         p99_ms=round(float(np.percentile(times, 99)), 3) if times else 0.0,
         slowest_ms=max(times, default=0.0),

@@ -34,7 +34,6 @@ from fusco.core.topology import Topology
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
-from fusco.planner.routing import Routing
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -129,11 +128,9 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
     if name == "baseline":
         placement = ExpertPlacement.contiguous(num_experts, job.num_ranks)
         topology = Topology.of_equal_nodes(job.num_ranks, job.ranks_per_node)
-        baseline = BaselineShuffle(group, placement, topology, job.device)
-        return ShuffleDispatcher(group, baseline.dispatch, baseline.combine)
+        return ShuffleDispatcher(group, BaselineShuffle(group, placement, topology, job.device))
     if name == "deep_ep":
-        peer = stack.enter_context(BufferShuffle(group, num_experts, None))
-        return ShuffleDispatcher(group, lambda x, ids, weights: peer.dispatch(x, Routing(ids, weights)), peer.combine)
+        return ShuffleDispatcher(group, stack.enter_context(BufferShuffle(group, num_experts, None)))
     kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
     launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)
     settings = Settings(timeout_s=job.timeout_s)

@@ -1,14 +1,14 @@
-"""Long flows that borrow rails, and a victim that owns one of them (FuseLink, Figure 7, Table 2, section 4.3.2)."""
+"""Long flows that borrow rails, alone or beside a victim that owns one of them (FuseLink, Figures 7, 9 and Table 2)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member
-from fusco.bench.rails.record import Report, line_rate, percentile_ms, scaled
+from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Policy
 from fusco.testbed import Testbed
 
@@ -41,22 +41,44 @@ STEPS: tuple[tuple[str, Policy, Limits], ...] = (
 )
 
 
-def measure_contention(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
+    """Measure a flow of one worker for each policy and number of rails."""
+    for name in policies:
+        for num_rails in [1] if name == "direct" else range(1, bed.layout.num_rails + 1):
+            with Crew(bed, VARIANTS[name], num_rails=num_rails) as crew:
+                (sender,), (receiver,) = crew.hire_pairs(1)
+                before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
+                receiver.begin(roles.sink)
+                sender.begin(roles.flow, time.monotonic() + START_S, seconds)
+                speed = sender.result()
+                receiver.result()
+                carried = [bed.counters(0, rail).sent_bytes - before[rail] for rail in range(num_rails)]
+            fair = sum(carried) / num_rails
+            results = {
+                "GB/s": speed,
+                "of line rate": speed / (num_rails * line_rate(bed)),
+                "least share": min(carried) / fair,
+                "largest share": max(carried) / fair,
+            }
+            yield CaseResult(f"{num_rails} rail{'s' * (num_rails > 1)}", name, results)
+
+
+def measure_contention(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure each case that the testbed has rails for with each policy."""
     for case in CASES:
         if case.num_flows < bed.layout.num_rails:
             for name in policies:
-                report(str(case), name, run(bed, VARIANTS[name], Limits(), case, seconds))
+                yield CaseResult(str(case), name, run(bed, VARIANTS[name], Limits(), case, seconds))
 
 
-def measure_steps(bed: Testbed, _policies: list[str], seconds: float, report: Report) -> None:
+def measure_steps(bed: Testbed, _policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure the design step by step: three flows and a victim."""
     case = Contention(bed.layout.num_rails - 1, 2_000_000, 0.05)
     for name, policy, limits in STEPS:
-        report(str(case), name, run(bed, policy, limits, case, seconds))
+        yield CaseResult(str(case), name, run(bed, policy, limits, case, seconds))
 
 
-def measure_incast(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_incast(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure a flow of host 0 and a victim of host 2, both to host 1, with and without its idle rails in its credits.
 
     The victim's rail is idle on host 0, so only the receiver knows that it is busy.
@@ -72,7 +94,7 @@ def measure_incast(bed: Testbed, policies: list[str], seconds: float, report: Re
             senders, sinks = crew.hire((0, 0), (2, 1)), crew.hire((1, 0), (1, 1))
             crew.connect(list(zip(senders, sinks, strict=True)))
             of_victim, speed = send(senders, sinks, scaled(16_000_000, bed), 0.3, seconds)
-        report("victim of another host, 16 MB / 300 ms", policy.name, {**of_victim, "flow GB/s": speed})
+        yield CaseResult("victim of another host, 16 MB / 300 ms", policy.name, {**of_victim, "flow GB/s": speed})
 
 
 def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds: float) -> dict[str, float]:

@@ -6,14 +6,14 @@ import tempfile
 import time
 import timeit
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, Crew
-from fusco.bench.rails.record import Report, percentile_ms, scaled
+from fusco.bench.rails.record import CaseResult, percentile_ms, scaled
 from fusco.rails import POLICIES, Limits, Rail
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
 from fusco.rails.board_row import BoardRow
@@ -28,7 +28,7 @@ _SAMPLE_S = 0.0002
 _CHOOSE = "choose a rail, count the chunk and its completion"
 
 
-def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float, report: Report) -> None:
+def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float) -> Iterator[CaseResult]:
     """Measure control operations of a worker on a host of 4 rails and 4 workers, one call each."""
     rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(4)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as closing:
@@ -56,12 +56,12 @@ def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float, report: 
             "read a credit": lambda: unpack(packed),
         }
         for name, operation in operations.items():
-            report(name, "fuselink", {"us": _microseconds(operation)})
+            yield CaseResult(name, "fuselink", {"us": _microseconds(operation)})
         scheduler.view.outstanding[0] = limits.direct_depth  # full, so each choice borrows a rail
-        report("borrow an idle rail and give it back", "fuselink", {"us": _microseconds(operations[_CHOOSE])})
+        yield CaseResult("borrow an idle rail and give it back", "fuselink", {"us": _microseconds(operations[_CHOOSE])})
 
 
-def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_change(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure how long an owner shares its rail after it begins to send, and how soon it is borrowed again."""
     for name in policies:
         if not POLICIES[name].monitored:
@@ -83,7 +83,7 @@ def measure_change(bed: Testbed, policies: list[str], seconds: float, report: Re
             "drained P50 ms": percentile_ms([each.drained_s for each in changes], 50),
             "borrowed again P50 ms": percentile_ms([each.again_s for each in changes if each.again_s] or [0.0], 50),
         }
-        report("8 MB of the owner every 100 ms", name, results)
+        yield CaseResult("8 MB of the owner every 100 ms", name, results)
 
 
 @dataclass

@@ -5,20 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fusco.bench.worker import Worker
 from fusco.rails import POLICIES, Channel, Endpoint, Limits, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
 
 #: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
 VARIANTS = {**POLICIES, "nccl": replace(POLICIES["fuselink"], name="nccl")}
 START_S = 0.1  # from the order to begin to the beginning, which all workers know by then
-_ANSWER_S = 90.0  # limit of a role, beyond the seconds that it is told to run
 
 
 @dataclass(frozen=True)
@@ -33,41 +32,19 @@ class Place:
     board: Path  # the host's board
 
 
-class Member:
-    """A worker, as seen by the benchmark: calls run in its process, one at a time."""
+class Member(Worker):
+    """A worker, as seen by the benchmark: roles, called with its ``Office``, run in its process, one at a time."""
 
     def __init__(self, place: Place, namespaces: Namespaces) -> None:
-        self.place = place
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fusco.bench.rails.roles"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, place, namespaces), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def begin(self, role: Callable[..., Any], *arguments: Any) -> None:
-        """Begin ``role(office, *arguments)`` in the worker; ``result`` waits for it."""
-        self._pipe.send((role, arguments))
-
-    def result(self, limit_s: float = _ANSWER_S) -> Any:
-        """Return what the role has returned; ``RuntimeError`` if it raised or did not finish within the limit."""
-        who = f"worker {self.place.worker} of host {self.place.host}"
-        if not self._pipe.poll(limit_s):
-            raise RuntimeError(f"{who} has not finished within {limit_s:g} s")
-        try:
-            result, error = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{who} has died") from None
-        if error:
-            raise RuntimeError(f"{who}: {error}")
-        return result
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["fusco.bench.rails.roles"])
+        name = f"worker {place.worker} of host {place.host}"
+        super().__init__(name, "forkserver", _office, place, namespaces)
 
 
 class Office:
     """A worker's endpoint and channels, kept between roles; in the worker's process."""
 
     def __init__(self, place: Place) -> None:
-        self.place = place
         options: dict[str, Any] = {"limits": place.limits, "board": place.board}
         self.endpoint: Any
         if place.policy.name == "nccl":
@@ -114,8 +91,7 @@ class Crew:
     def connect(self, pairs: Sequence[tuple[Member, Member]]) -> None:
         """Connect workers: each pair gets a channel, which both have as their next one."""
         for client, server in pairs:
-            server.begin(_listen)
-            client.begin(_connect, server.result())
+            client.begin(_connect, server.call(_listen))
             server.begin(_accept)
             for each in (client, server):
                 each.result()
@@ -131,19 +107,11 @@ class Crew:
         self._boards.cleanup()
 
 
-def _serve(pipe: Connection, place: Place, namespaces: Namespaces) -> None:
-    """Run roles until the benchmark ends; the main function of a worker's process."""
+@contextmanager
+def _office(place: Place, namespaces: Namespaces) -> Iterator[Office]:
     namespaces.enter()
-    office = Office(place)
-    while True:
-        try:
-            role, arguments = pipe.recv()
-        except EOFError:
-            os._exit(0)
-        try:
-            pipe.send((role(office, *arguments), ""))
-        except Exception:  # noqa: BLE001  told to the benchmark
-            pipe.send((None, traceback.format_exc()))
+    yield Office(place)
+    os._exit(0)  # the benchmark has ended, and channels may still have peers
 
 
 def _listen(office: Office) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import Crew
-from fusco.bench.rails.record import Report, line_rate
+from fusco.bench.rails.record import CaseResult, line_rate
 from fusco.rails import POLICIES, Policy
 from fusco.testbed import Testbed
 
@@ -14,7 +16,7 @@ _MEAN_S = 0.05  # that the mean worker's bytes take at its rail's rate: 12.5 MB 
 _ZIPF = 1.0  # exponent of the popularity of embeddings
 
 
-def measure_all_to_all(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_all_to_all(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure iterations in which every worker sends to all workers of the other host, those of popular experts more.
 
     That is how combine returns the rows of a skewed dispatch.
@@ -25,10 +27,10 @@ def measure_all_to_all(bed: Testbed, policies: list[str], seconds: float, report
         shares = [rng.permutation(popularity / popularity.sum()) for _ in range(2)]
         per_host = num * _MEAN_S * 1e9 * line_rate(bed)
         matrices = [np.repeat(share[:, None] * per_host / num, num, 1).astype(int) for share in shares]
-        _compare(bed, policies, seconds, f"all-to-all, Zipf {skew:g}", matrices, report)
+        yield from _compare(bed, policies, seconds, f"all-to-all, Zipf {skew:g}", matrices)
 
 
-def measure_embeddings(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_embeddings(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure iterations in which workers pull the embeddings that their caches lack, and send gradients back."""
     num, rng = bed.layout.num_rails, np.random.default_rng(1)
     num_rows, popularity = 100_000, np.arange(1, 100_001.0) ** -_ZIPF
@@ -39,18 +41,18 @@ def measure_embeddings(bed: Testbed, policies: list[str], seconds: float, report
         num_bytes = (batches / batches.mean() * missed * 2 * _MEAN_S * 1e9 * line_rate(bed)).astype(int)
         # Worker w pulls from server w and returns gradients of a quarter of the rows.
         matrices = [np.diag(num_bytes), np.diag(num_bytes // 4)]
-        _compare(bed, policies, seconds, f"embeddings, {cached:.1%} cached", matrices, report)
+        yield from _compare(bed, policies, seconds, f"embeddings, {cached:.1%} cached", matrices)
 
 
 def _compare(
-    bed: Testbed, policies: list[str], seconds: float, case: str, matrices: list[np.ndarray], report: Report
-) -> None:
+    bed: Testbed, policies: list[str], seconds: float, case: str, matrices: list[np.ndarray]
+) -> Iterator[CaseResult]:
     bound_s = max(matrix.sum(1).max() for matrix in matrices) / 1e9 / line_rate(bed)  # rail i leads to rail i
     even_s = max(matrix.sum() for matrix in matrices) / bed.layout.num_rails / 1e9 / line_rate(bed)
     for name in policies:
         time_s = run(bed, POLICIES[name], matrices, max(3, int(seconds / bound_s)))
         results = {"ms": 1e3 * time_s, "bound direct ms": 1e3 * bound_s, "bound all rails ms": 1e3 * even_s}
-        report(case, name, results)
+        yield CaseResult(case, name, results)
 
 
 def run(bed: Testbed, policy: Policy, matrices: list[np.ndarray], iterations: int) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, VARIANTS, Crew
-from fusco.bench.rails.record import Report, line_rate
+from fusco.bench.rails.record import CaseResult, line_rate
 from fusco.rails.board import TX_BYTES, Board
 from fusco.testbed import Testbed
 
@@ -17,17 +18,17 @@ _PHASE_S, _SETTLE_S = 2.0, 1.0  # of one rail and of all rails at the end, and t
 _MB = 1_000_000
 
 
-def measure_flapping(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_flapping(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure traffic while rails fail, with all but one down, and with all up again."""
     for name in policies:
-        report("rails go down and up", name, flap(bed, name, seconds))
+        yield CaseResult("rails go down and up", name, flap(bed, name, seconds))
 
 
-def measure_killing(bed: Testbed, policies: list[str], _seconds: float, report: Report) -> None:
+def measure_killing(bed: Testbed, policies: list[str], _seconds: float) -> Iterator[CaseResult]:
     """Measure when the rail of an owner that was killed is used by others."""
     for name in policies:
         if name != "direct":
-            report("owner of a rail killed", name, {"ms until its rail is used": 1e3 * kill(bed, name)})
+            yield CaseResult("owner of a rail killed", name, {"ms until its rail is used": 1e3 * kill(bed, name)})
 
 
 def flap(bed: Testbed, policy: str, seconds: float) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,12 @@ class RailsRecord(Measurement):
     versions: dict[str, str] = field(default_factory=lambda: versions("pyroute2"), kw_only=True)
 
 
-Report = Callable[[str, str, dict[str, float]], None]
-"""Takes case, policy and results of a benchmark as soon as they are there."""
+class CaseResult(NamedTuple):
+    """What a benchmark yields for each case: fields of a ``RailsRecord``."""
+
+    case: str
+    policy: str
+    results: dict[str, float]
 
 
 def line_rate(bed: Testbed) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, VARIANTS, Crew
-from fusco.bench.rails.record import Report, line_rate, percentile_ms
+from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms
 from fusco.rails import Policy
 from fusco.testbed import Testbed
 
@@ -56,7 +57,7 @@ def azure(seconds: float, load: float, bytes_per_s: float, mean_bytes: int, inst
     return Arrivals([float(each * scale) for each in times], [int(size) for size in sizes])
 
 
-def measure_serving(bed: Testbed, policies: list[str], seconds: float, report: Report) -> None:
+def measure_serving(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure the time from arrival to delivery of requests; ranks of an instance send their shares at once."""
     num_rails, bytes_per_s = bed.layout.num_rails, 1e9 * line_rate(bed)
     mean_bytes = int(_MEAN_S * bytes_per_s)
@@ -75,7 +76,7 @@ def measure_serving(bed: Testbed, policies: list[str], seconds: float, report: R
                 "P99 ms": percentile_ms(latencies, 99),
                 "requests": float(len(latencies)),
             }
-            report(f"{instances} instance{'s' * (instances > 1)}, {kind}", name, results)
+            yield CaseResult(f"{instances} instance{'s' * (instances > 1)}, {kind}", name, results)
 
 
 def run(bed: Testbed, policy: Policy, arrivals: list[Arrivals]) -> list[float]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from fusco.bench.rails.bandwidth import measure_bandwidth
-from fusco.bench.rails.contention import measure_contention, measure_incast, measure_steps
+from fusco.bench.rails.contention import measure_bandwidth, measure_contention, measure_incast, measure_steps
 from fusco.bench.rails.costs import measure_change, measure_costs
 from fusco.bench.rails.exchange import measure_all_to_all, measure_embeddings
 from fusco.bench.rails.faults import measure_flapping, measure_killing
-from fusco.bench.rails.record import RailsRecord, Report
+from fusco.bench.rails.record import CaseResult, RailsRecord
 from fusco.bench.rails.serving import measure_serving
 from fusco.testbed import Testbed
 
@@ -21,7 +19,7 @@ class Benchmark:
     """One benchmark: what it is the analogue of, hosts that it needs, seconds of a case unless others are given."""
 
     analogue: str
-    measure: Callable[[Testbed, list[str], float, Report], None]
+    measure: Callable[[Testbed, list[str], float], Iterator[CaseResult]]
     num_hosts: int = 2
     seconds: float = 3.0
 
@@ -44,13 +42,9 @@ _OF_PLUGIN = ("bandwidth", "contention", "incast", "serving", "flapping", "killi
 
 
 def run_suite(
-    names: Sequence[str],
-    policies: Sequence[str],
-    layout: tuple[int, str],
-    seconds: float | None,
-    show: Callable[[RailsRecord], None],
-) -> None:
-    """Run benchmarks by name and call ``show`` with each record as soon as it is there.
+    names: Sequence[str], policies: Sequence[str], layout: tuple[int, str], seconds: float | None
+) -> Generator[RailsRecord, None, None]:
+    """Run benchmarks by name and yield each record as soon as it is there.
 
     ``policies`` are names of ``fusco.rails.POLICIES``, or ``"nccl"`` for the plugin. ``layout`` is the number of rails
     of a host and their rate, such as ``"2gbit"``. A case takes ``seconds``, by default each benchmark's.
@@ -59,12 +53,6 @@ def run_suite(
         benchmark = BENCHMARKS[name]
         with Testbed(benchmark.num_hosts, *layout) as bed:
             allowed = [each for each in policies if each != "nccl" or name in _OF_PLUGIN]
-            benchmark.measure(bed, allowed, seconds or benchmark.seconds, partial(_report, show, name, bed))
-
-
-def _report(
-    show: Callable[[RailsRecord], None], name: str, bed: Testbed, case: str, policy: str, results: dict[str, float]
-) -> None:
-    layout = bed.layout
-    shape = (layout.num_hosts, layout.num_rails, layout.rate)
-    show(RailsRecord(name, BENCHMARKS[name].analogue, case, policy, *shape, results))
+            shape = (bed.layout.num_hosts, bed.layout.num_rails, bed.layout.rate)
+            for case, policy, results in benchmark.measure(bed, allowed, seconds or benchmark.seconds):
+                yield RailsRecord(name, benchmark.analogue, case, policy, *shape, results)

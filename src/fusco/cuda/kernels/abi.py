@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -12,11 +12,20 @@ POINTER = ctypes.c_uint64  # an integer, so that torch's addresses fit without a
 
 # Granularity of signalling: one ready flag per chunk in each rank's arena.
 CHUNK_PAIRS = 512  # expert ids per chunk of routing
-MAX_PARTS = 4  # maximum number of warps that share a row when there are few rows
 
 WARP_SIZE = 32
 
 ELEMENT_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+
+
+def struct(name: str, *fields: tuple[Any, str]) -> type[ctypes.Structure]:
+    """Return a struct: of each type, in order, the fields that the text names.
+
+    >>> struct("Pair", (I64, "first second"))(second=2).second
+    2
+    """
+    named = [(field, kind) for kind, names in fields for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": named})
 
 
 def ticket_after(ticket: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusco.core.rows import accumulation_dtype
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, Memory, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, Memory, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM, ADD_RETURNED_THREADS as NUM_THREADS
@@ -21,14 +21,14 @@ _TOKENS_PER_BLOCK = NUM_THREADS // 32
 @cache
 def returned_type(num_ranks: int, num_remote: int) -> type[ctypes.Structure]:
     """``ReturnedArgs`` of add_returned.cu."""
-    fields = [
-        ("comm", comm_type(num_ranks)),
-        ("own", POINTER),
-        *((name, POINTER * num_remote) for name in ("returned", "places")),
-        ("out", POINTER),
-        ("num_tokens", I32),
-    ]
-    return type("ReturnedArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "ReturnedArgs",
+        (comm_type(num_ranks), "comm"),
+        (POINTER, "own"),
+        (POINTER * num_remote, "returned places"),
+        (POINTER, "out"),
+        (I32, "num_tokens"),
+    )
 
 
 def add_returned(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, MAX_PARTS, POINTER, WARP_SIZE, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
+from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, HeldRows, RowAddresses, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
-from fusco.cuda.tuning import RingShape, combine_senders, combine_shape, parts_of_row, sum_parts
+from fusco.cuda.tuning import RingShape, combine_parts, combine_senders, combine_shape, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
 
@@ -35,18 +35,18 @@ def _stage_bytes(shape: RingShape, row_item_bytes: int, wire_item_bytes: int) ->
 @cache
 def combine_type(num_ranks: int) -> type[ctypes.Structure]:
     """``CombineArgs`` of combine_rows.cu."""
-    fields = [
-        ("comm", comm_type(num_ranks)),
-        *((name, POINTER) for name in ("rows", "out", "row_to_slots", "row_weights", "token_to_ranks")),
-        ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("longest", "parts", "sum_parts", "num_senders")),
-    ]
-    return type("CombineArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "CombineArgs",
+        (comm_type(num_ranks), "comm"),
+        (POINTER, "rows out row_to_slots row_weights token_to_ranks"),
+        (I32 * (num_ranks + 1), "first_row"),
+        (I32, "longest parts sum_parts num_senders"),
+    )
 
 
 def combine_rows(
     launcher: Launcher,
-    held: Rows,
+    held: HeldRows,
     rows: torch.Tensor,
     wire_dtype: torch.dtype,
     out: torch.Tensor,
@@ -100,9 +100,8 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     vectors_per_lane = -(-hidden * item_bytes // (width * WARP_SIZE))
     wanted = combine_shape(num_rows, vectors_per_lane, sms)
     shape = fitting_ring(wanted, launcher.library.max_shared_bytes, item_bytes, wire_dtype.itemsize)
-    num_pieces = vectors_per_lane // shape.unroll
-    parts = parts_of_row(num_rows, max(1, min(MAX_PARTS, num_pieces)))
-    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, num_pieces, MAX_PARTS, sms)
+    parts = combine_parts(num_rows, vectors_per_lane)
+    grid, of_sum = sms * shape.blocks_per_sm, sum_parts(parts, vectors_per_lane // shape.unroll, sms)
     num_items = longest * ((launcher.num_ranks - 1) * parts + of_sum)
     rounds = num_items * WARP_SIZE / (grid * shape.num_threads)
     arguments = combine_type(launcher.num_ranks)(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from fusco.cuda.kernels.abi import I32, POINTER, U32, U64
+from fusco.cuda.kernels.abi import I32, POINTER, U32, U64, struct
 
 
 class Failure(ctypes.Structure):
@@ -36,12 +36,11 @@ class Report(ctypes.Structure):
 @cache
 def comm_type(num_ranks: int) -> type[ctypes.Structure]:
     """``Comm`` of comm.cuh."""
-    fields = [
-        ("arena", POINTER * num_ranks),
-        *((name, POINTER) for name in ("state", "failure", "abort")),
-        ("timeout_ns", U64),
-        *((name, U64) for name in ("routing_ready", "rows_released", "sums_released", "node_ready", "rows_ready")),
-        *((name, U64) for name in ("sums_ready", "ids", "weights", "received", "received_bytes")),
-        *((name, I32) for name in ("rank", "max_tokens", "max_topk", "has_network")),
-    ]
-    return type("Comm", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "Comm",
+        (POINTER * num_ranks, "arena"),
+        (POINTER, "state failure abort"),
+        (U64, "timeout_ns routing_ready rows_released sums_released node_ready rows_ready"),
+        (U64, "sums_ready ids weights received received_bytes"),
+        (I32, "rank max_tokens max_topk has_network"),
+    )

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
-from fusco.cuda.kernels.abi import I64, POINTER
+from fusco.cuda.kernels.abi import I64, POINTER, struct
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import COPY_BLOCKS_PER_SM, COPY_THREADS, copy_piece_bytes
 
-
-class CopyArgs(ctypes.Structure):
-    """``CopyArgs`` of copy_segments.cu."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("src", "dst", "segments")),
-        *((name, I64) for name in ("num_segments", "piece_bytes")),
-    ]
+# ``CopyArgs`` of copy_segments.cu.
+CopyArgs = struct("CopyArgs", (POINTER, "src dst segments"), (I64, "num_segments piece_bytes"))
 
 
 def copy_segments(

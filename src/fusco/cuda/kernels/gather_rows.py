@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusco.core.rows import row_bytes
-from fusco.cuda.kernels.abi import I32, POINTER, vector_bytes
+from fusco.cuda.kernels.abi import I32, POINTER, struct, vector_bytes
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 
@@ -19,12 +19,12 @@ from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 @cache
 def gather_type(num_messages: int) -> type[ctypes.Structure]:
     """``GatherArgs`` of gather_rows.cu."""
-    fields = [
-        ("rows", POINTER),
-        *((name, POINTER * num_messages) for name in ("messages", "places")),
-        ("first_row", I32 * (num_messages + 1)),
-    ]
-    return type("GatherArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "GatherArgs",
+        (POINTER, "rows"),
+        (POINTER * num_messages, "messages places"),
+        (I32 * (num_messages + 1), "first_row"),
+    )
 
 
 class Part(NamedTuple):

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, cast
 
 from fusco.core.recent import Recent
-from fusco.cuda.kernels.abi import MAX_PARTS
 from fusco.cuda.kernels.library import BoundLaunch, Kernel, Library
+from fusco.cuda.tuning import MAX_PARTS
 
 
 class PreparedLaunch:

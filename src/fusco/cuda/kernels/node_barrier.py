@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+from fusco.cuda.kernels.abi import struct
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 
@@ -14,7 +15,7 @@ _NUM_THREADS = 32
 @cache
 def barrier_type(num_ranks: int) -> type[ctypes.Structure]:
     """``BarrierArgs`` of node_barrier.cu."""
-    return type("BarrierArgs", (ctypes.Structure,), {"_fields_": [("comm", comm_type(num_ranks))]})
+    return struct("BarrierArgs", (comm_type(num_ranks), "comm"))
 
 
 def node_barrier(launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, WARP_SIZE, Memory, address
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, WARP_SIZE, Memory, address, struct
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.held_rows import RowAddresses
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -88,7 +88,11 @@ class PlanShape:
 
 
 class PlanTensors:
-    """Tensors of a plan in one run of memory; see ``PlannedRows``. They are made when first used: kernels need none.
+    """Tensors of a plan in one run of memory, made when first used: kernels need none.
+
+    ``row_to_slots`` and ``weights`` are in order of source, ``token_to_ranks`` in order of ``PlannedRows.held``; see
+    ``RowAddresses``. ``block_to_first_slot`` has the first slot of each local expert's block, then the end of the last:
+    int32 (num_local_experts + 1,).
 
     Attributes:
         shape: sizes and offsets.
@@ -173,29 +177,14 @@ class PlannedRows:
     tables: PlanTensors  # the tensors of the following properties
 
     @property
-    def row_to_slots(self) -> torch.Tensor:
-        """See ``HeldRows``; in order of source."""
-        return self.tables.row_to_slots
-
-    @property
     def weights(self) -> torch.Tensor | None:
-        """See ``HeldRows``; in order of source."""
+        """Weights of pairs, see ``PlanTensors``."""
         return self.tables.weights
-
-    @property
-    def token_to_ranks(self) -> torch.Tensor:
-        """See ``HeldRows``; in order of ``held``."""
-        return self.tables.token_to_ranks
 
     @property
     def num_rows_per_expert(self) -> torch.Tensor:
         """Rows of each local expert, int64 (num_local_experts,), padding not counted."""
         return self.tables.num_rows_per_expert
-
-    @property
-    def block_to_first_slot(self) -> torch.Tensor:
-        """First slot of each local expert's block, then the end of the last: int32 (num_local_experts + 1,)."""
-        return self.tables.block_to_first_slot
 
     @property
     def num_rows_needed(self) -> torch.Tensor:
@@ -207,21 +196,20 @@ class PlannedRows:
 def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
     """``PlanArgs`` of plan.cu."""
     num_sources = num_ranks * num_nodes
-    tables = ("expert_to_local", "expert_to_rank")
-    made = ("row_to_slots", "row_weights", "num_rows_per_expert", "block_to_first_slot", "token_to_ranks")
-    fields = [
-        ("comm", comm_type(num_ranks)),
-        *((name, POINTER * num_nodes) for name in ("topk_idx", "topk_weights")),
-        *((name, POINTER) for name in (*tables, *made, "run_counts", "reported_counts", "report")),
-        ("ticket", U64),
-        ("first_row", I32 * (num_sources + 1)),
-        ("publishers", I32 * num_sources),
-        ("published", I32 * num_nodes),
-        ("held", I32 * (num_sources - num_ranks + 1)),
-        *((name, I32) for name in ("num_held", "num_experts", "num_local_experts", "expert_alignment")),
-        *((name, I32) for name in ("max_slots", "is_overflow_reported", "is_followed_early")),
-    ]
-    return type("PlanArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "PlanArgs",
+        (comm_type(num_ranks), "comm"),
+        (POINTER * num_nodes, "topk_idx topk_weights"),
+        (POINTER, "expert_to_local expert_to_rank row_to_slots row_weights num_rows_per_expert block_to_first_slot"),
+        (POINTER, "token_to_ranks run_counts reported_counts report"),
+        (U64, "ticket"),
+        (I32 * (num_sources + 1), "first_row"),
+        (I32 * num_sources, "publishers"),
+        (I32 * num_nodes, "published"),
+        (I32 * (num_sources - num_ranks + 1), "held"),
+        (I32, "num_held num_experts num_local_experts expert_alignment max_slots is_overflow_reported"),
+        (I32, "is_followed_early"),
+    )
 
 
 def plan_shared_bytes(num_local_experts: int, num_threads: int = PLAN_THREADS) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, NamedTuple
 
 import torch
 
 from fusco.control.flags import Flags
-from fusco.cuda.kernels.abi import I32, POINTER, U64, address
+from fusco.cuda.kernels.abi import I32, POINTER, U64, address, struct
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
@@ -20,23 +19,20 @@ _ID_BYTES = 4  # of ids in messages
 _ALIGNMENT = 16
 
 
-class ForwardingArgs(ctypes.Structure):
-    """``ForwardingArgs`` of plan_forwarding.cu."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("topk_idx", "topk_weights", "expert_to_node")),
-        *((name, POINTER) for name in ("node_to_tokens", "token_to_place", "messages", "summary")),
-        ("message_bytes", U64),
-        *((name, I32) for name in ("num_tokens", "num_experts", "num_nodes", "own_node")),
-        *((name, I32) for name in ("max_rows", "is_fixed", "is_overflow_reported", "sends_invalid_ids")),
-        ("ticket", U64),
-    ]
+# ``ForwardingArgs`` of plan_forwarding.cu.
+ForwardingArgs = struct(
+    "ForwardingArgs",
+    (POINTER, "topk_idx topk_weights expert_to_node node_to_tokens token_to_place messages summary"),
+    (U64, "message_bytes"),
+    (I32, "num_tokens num_experts num_nodes own_node max_rows is_fixed is_overflow_reported sends_invalid_ids"),
+    (U64, "ticket"),
+)
 
 
 class ForwardingSummary:
     """Counts that the kernel writes to host memory.
 
-    For each node a word: its number of tokens, or for this node the first pair whose id is no expert (the number of
+    For each node a word: its number of tokens, or for this node the first pair whose id is not an expert (the number of
     pairs if there is none). Its high half is the ticket of the launch. Then that id; then, for each node, the first
     overflow: tokens in the high half, and the limit in the low half; zero if there is none.
     """
@@ -71,7 +67,7 @@ class ForwardingSummary:
 
     @property
     def bad_pair(self) -> int:
-        """The first pair whose id is no expert, or the number of pairs."""
+        """The first pair whose id is not an expert, or the number of pairs."""
         return self._words.load(self.own_node) & _LOW_HALF
 
     @property
@@ -162,7 +158,7 @@ def plan_forwarding(
 ) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
     """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
-    ``routing`` is contiguous, with weights of float32 or float64; an id that is no expert counts as none.
+    ``routing`` is contiguous, with weights of float32 or float64; an id that is not an expert counts as none.
     ``expert_to_node`` is int32 (num_experts,).
 
     Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusco.cuda.kernels.abi import I32, I64, MAX_PARTS, POINTER, U64, WARP_SIZE, Memory, Payload, vector_bytes
+from fusco.cuda.kernels.abi import I32, I64, POINTER, U64, WARP_SIZE, Memory, Payload, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, RowAddresses, Rows, longest_of
+from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, HeldRows, RowAddresses, longest_of
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.plan import PlannedRows, PlanShape
 from fusco.cuda.kernels.repeated_launches import Field
@@ -38,23 +38,22 @@ class ScatterTerms(NamedTuple):
 @cache
 def scatter_type(num_ranks: int, num_payloads: int) -> type[ctypes.Structure]:
     """``ScatterArgs`` of scatter_rows.cu."""
-    made = ("row_to_slots", "token_to_ranks", "block_to_first_slot", "num_rows_per_expert")
-    fields = [
-        ("comm", comm_type(num_ranks)),
-        *((name, POINTER * num_payloads) for name in ("rows", "outputs")),
-        ("received", U64 * num_payloads * num_ranks),
-        *((name, POINTER) for name in (*made, "topk_idx", "expert_to_rank")),
-        ("num_slots", I64),
-        ("first_row", I32 * (num_ranks + 1)),
-        *((name, I32) for name in ("num_local_experts", "longest", "parts", "num_senders", "id_bytes", "num_experts")),
-    ]
-    return type("ScatterArgs", (ctypes.Structure,), {"_fields_": fields})
+    return struct(
+        "ScatterArgs",
+        (comm_type(num_ranks), "comm"),
+        (POINTER * num_payloads, "rows outputs"),
+        (U64 * num_payloads * num_ranks, "received"),
+        (POINTER, "row_to_slots token_to_ranks block_to_first_slot num_rows_per_expert topk_idx expert_to_rank"),
+        (I64, "num_slots"),
+        (I32 * (num_ranks + 1), "first_row"),
+        (I32, "num_local_experts longest parts num_senders id_bytes num_experts"),
+    )
 
 
 def scatter_rows(
     launcher: Launcher,
     plan: PlannedRows,
-    held: Rows,
+    held: HeldRows,
     payloads: Sequence[Payload],
     received: Sequence[int],
     terms: ScatterTerms,
@@ -106,7 +105,7 @@ def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:
     longest, grid = longest_of(first_row), launcher.sms(num_sms)
     vectors_per_lane = max(-(-size // (vector_bytes(size) * WARP_SIZE)) for size in row_bytes)
     num_rows, num_threads = longest * launcher.num_ranks, scatter_threads(grid)
-    parts = scatter_parts(num_rows, vectors_per_lane, MAX_PARTS)
+    parts = scatter_parts(num_rows, vectors_per_lane)
     arguments = scatter_type(launcher.num_ranks, len(row_bytes))(
         comm=launcher.comm,
         first_row=first_row,

@@ -7,17 +7,15 @@ import ctypes
 import torch
 
 from fusco.core.rows import aligned
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, address, struct, vector_bytes
 from fusco.cuda.kernels.library import Library, library_of
 from fusco.cuda.tuning import WEIGHT_GRADIENTS_BLOCKS_PER_SM as BLOCKS_PER_SM, WEIGHT_GRADIENTS_THREADS as NUM_THREADS
 
 _ROWS_PER_BLOCK = NUM_THREADS // 32
 
 
-class WeightArgs(ctypes.Structure):
-    """``WeightArgs`` of weight_gradients.cu."""
-
-    _fields_ = [*((name, POINTER) for name in ("grads", "rows", "weights", "dots")), ("num_rows", I64)]
+# ``WeightArgs`` of weight_gradients.cu.
+WeightArgs = struct("WeightArgs", (POINTER, "grads rows weights dots"), (I64, "num_rows"))
 
 
 def weight_gradients_on_cuda(

@@ -7,20 +7,15 @@ import ctypes
 import torch
 
 from fusco.core.rows import accumulation_dtype, aligned
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I64, POINTER, struct, vector_bytes
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.tuning import WEIGHTED_SUM_THREADS as NUM_THREADS
 
 _MAX_GRID = 1 << 20
 
 
-class WeightedSumArgs(ctypes.Structure):
-    """``WeightedSumArgs`` of weighted_sum.cu."""
-
-    _fields_ = [
-        *((name, POINTER) for name in ("rows", "row_idx", "weights", "out")),
-        *((name, I64) for name in ("num_rows", "num_tokens")),
-    ]
+# ``WeightedSumArgs`` of weighted_sum.cu.
+WeightedSumArgs = struct("WeightedSumArgs", (POINTER, "rows row_idx weights out"), (I64, "num_rows num_tokens"))
 
 
 def weighted_sum(

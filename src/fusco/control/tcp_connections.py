@@ -1,8 +1,4 @@
-"""TCP connections between ranks, and fixed-size control messages over them.
-
-Messages are progressed by polling in the waiting thread; there is no I/O thread. A message takes the network's time and
-a few microseconds. One of gloo takes hundreds of microseconds, as it passes through threads.
-"""
+"""TCP connections between ranks, authenticated by a secret; foreign clients delay none of them."""
 
 from __future__ import annotations
 
@@ -11,10 +7,8 @@ import hmac
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
@@ -31,20 +25,20 @@ _MAX_KEEPALIVE_S = 32_767  # more is an error of Linux (MAX_TCP_KEEPIDLE)
 class TcpConnections:
     """Authenticated connections of one rank to its peers; the relation is symmetric. Sockets never block."""
 
-    name = "TCP mesh"  # of the all-gather of addresses, and in errors
-
-    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
+    def __init__(
+        self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str, purpose: str
+    ) -> None:
         """Connect, together with all ranks, to ``peers``: either all ranks have some, or none has.
 
-        Peers reach this rank at ``listen_on``; ``secret``, known to ranks only, authenticates them. Raises ``OSError``
-        if the network fails, and as ``StoreGather.wait_until``.
+        Peers reach this rank at ``listen_on``; ``secret``, known to ranks only, authenticates them; ``purpose`` names
+        the all-gather of addresses. Raises ``OSError`` if the network fails, and as ``StoreGather.wait_until``.
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
         self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
         if peers:
-            self._connect(store_gather, peers, listen_on)
+            self._connect(store_gather, peers, listen_on, purpose)
 
     @property
     def descriptors(self) -> dict[int, int]:
@@ -59,10 +53,10 @@ class TcpConnections:
                 _, connection = self._connections.popitem()
                 connection.close()
 
-    def _connect(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str) -> None:
+    def _connect(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, purpose: str) -> None:
         try:
             with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
-                addresses = store_gather.all_gather(self.name, listener.getsockname()[:2])
+                addresses = store_gather.all_gather(purpose, listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
@@ -156,127 +150,6 @@ class TcpConnections:
     def _note_failure(self, direction: str, peer: int, error: str) -> None:
         if not self.failure:
             self.failure = f"the network failed to {direction} (rank {peer}): {error}"
-
-
-class Mesh(Protocol):
-    """Messages in rounds: in each, every rank sends one message to all its peers and receives one from each.
-
-    A rank may be one round ahead of its peers.
-    """
-
-    def begin(self, peer_to_message: Mapping[int, bytes], peer_to_memory: Mapping[int, memoryview]) -> None:
-        """Begin a round; the previous one must be done.
-
-        Args:
-            peer_to_message: bytes for each peer.
-            peer_to_memory: memory for each peer's message, or for the part of it that all messages have.
-        """
-
-    def poll(self) -> list[int]:
-        """Send and receive without blocking; return the peers whose message has become complete."""
-
-    @property
-    def is_done(self) -> bool:
-        """True once all messages of this round have been sent and received."""
-
-
-class TcpMesh(TcpConnections):
-    """A ``Mesh`` of one connection to each peer."""
-
-    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
-        self._sending: dict[int, memoryview] = {}  # by peer, the bytes not yet sent
-        self._receiving: dict[int, memoryview] = {}  # by peer, the memory for the rest of its message
-        self._memory_behind: Callable[[int], memoryview] | None = None
-        self._have_more = set[int]()  # peers of whose message only the first part has its memory in ``_receiving``
-        super().__init__(store_gather, peers, listen_on, secret)
-
-    def begin(
-        self,
-        peer_to_message: Mapping[int, bytes],
-        peer_to_memory: Mapping[int, memoryview],
-        memory_behind: Callable[[int], memoryview] | None = None,
-    ) -> None:
-        """See ``Mesh``.
-
-        Messages may be longer than the memory in ``peer_to_memory``: when that of a peer is full, ``memory_behind``
-        returns memory of exactly the size of the rest.
-        """
-        assert self.is_done, (list(self._sending), list(self._receiving))
-        self._sending = {peer: memoryview(message) for peer, message in peer_to_message.items()}
-        self._receiving = dict(peer_to_memory)
-        self._memory_behind, self._have_more = memory_behind, set(peer_to_memory) if memory_behind else set()
-        self._send()
-
-    def resume(self, message: memoryview, peer_to_memory: Mapping[int, memoryview], num_moved: Sequence[int]) -> None:
-        """Go on with a round of which something has been done outside.
-
-        ``num_moved``: the bytes sent to each peer, in the order of ``peer_to_memory``, then those received from each.
-        """
-        num_peers, copy = len(peer_to_memory), memoryview(bytes(message))
-        for i, (peer, memory) in enumerate(peer_to_memory.items()):
-            if num_moved[i] < len(copy):
-                self._sending[peer] = copy[num_moved[i] :]
-            if num_moved[num_peers + i] < len(memory):
-                self._receiving[peer] = memory[num_moved[num_peers + i] :]
-
-    def poll(self) -> list[int]:
-        """See ``Mesh``."""
-        self._send()
-        return [peer for peer in list(self._receiving) if self._receive(peer)]
-
-    @property
-    def is_done(self) -> bool:
-        """See ``Mesh``."""
-        return not (self._sending or self._receiving)
-
-    def awaited_sockets(self) -> list[int]:
-        """Return the sockets that this round waits for, see ``Watchdog.add_sockets``."""
-        connections = self._connections
-        return [readable(connections[peer].fileno()) for peer in self._receiving] + [
-            writable(connections[peer].fileno()) for peer in self._sending
-        ]
-
-    def close(self) -> None:
-        """Close the connections and drop all references to the caller's memory."""
-        self._sending, self._receiving, self._memory_behind = {}, {}, None
-        super().close()
-
-    def _send(self) -> None:
-        for peer, rest in list(self._sending.items()):
-            try:
-                num_sent = self._connections[peer].send(rest, socket.MSG_NOSIGNAL)  # raises no SIGPIPE
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                self._note_failure("send", peer, str(error))
-                continue
-            self._sending[peer] = rest[num_sent:]
-            if not self._sending[peer]:
-                del self._sending[peer]
-
-    def _receive(self, peer: int) -> bool:
-        """Receive without blocking; return whether the message is complete."""
-        while memory := self._memory_for(peer):
-            try:
-                num_bytes = self._connections[peer].recv_into(memory)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._note_failure("receive", peer, str(error))
-                return False
-            if not num_bytes:
-                self._note_failure("receive", peer, "the connection was closed")
-                return False
-            self._receiving[peer] = memory[num_bytes:]
-        del self._receiving[peer]
-        return True
-
-    def _memory_for(self, peer: int) -> memoryview:
-        """Return the memory for the rest of a peer's message; empty once the message is complete."""
-        if not self._receiving[peer] and peer in self._have_more and self._memory_behind is not None:
-            self._have_more.remove(peer)
-            self._receiving[peer] = self._memory_behind(peer)
-        return self._receiving[peer]
 
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:

@@ -8,9 +8,9 @@ import time
 from contextlib import ExitStack, closing
 
 import pytest
-from meshes import LIMIT_S, SECRET, connecting_waits_by, exchange, mesh_of
+from meshes import LIMIT_S, SECRET, connecting_waits_by, exchange, mesh_of, transport_of
 
-from fusco.control.tcp_mesh import TcpMesh
+from fusco.control.transport import Mesh
 from fusco.core.errors import PeerFailureError, TransportError
 from store_gathers import on_ranks
 
@@ -23,7 +23,7 @@ def test_only_peers_connect():
         try:
             return exchange(mesh, b"from %d" % store_gather.rank, peers[store_gather.rank])
         finally:
-            mesh.close()
+            mesh.transport.close()
 
     assert on_ranks(4, talk) == {rank: {peer: b"from %d" % peer for peer in of} for rank, of in peers.items()}
 
@@ -84,7 +84,7 @@ def test_of_several_peers_the_one_that_does_not_connect_is_named():
     assert isinstance(outcomes[0], PeerFailureError)
     assert outcomes[0].peers == (2,)
     assert (outcomes[0].stall.expected, outcomes[0].stall.seen) == ("2 connections", "1")
-    outcomes[1].close()
+    outcomes[1].transport.close()
 
 
 def test_a_peer_that_refuses_is_named_with_its_address():
@@ -108,7 +108,7 @@ def test_a_connection_made_after_the_wait_has_failed_is_closed(monkeypatch):
         may_connect.wait(LIMIT_S)
         return connect(*args, **kwargs)
 
-    monkeypatch.setattr("fusco.control.tcp_mesh.socket.create_connection", connect_late)
+    monkeypatch.setattr("fusco.control.tcp_connections.socket.create_connection", connect_late)
 
     def call(store_gather):
         def give_up(_, stall):
@@ -116,7 +116,7 @@ def test_a_connection_made_after_the_wait_has_failed_is_closed(monkeypatch):
 
         connecting_waits_by(store_gather, give_up)
         try:
-            return TcpMesh(store_gather, [0], "127.0.0.1", SECRET)
+            return transport_of(store_gather, [0])
         except PeerFailureError as error:
             may_connect.set()
             return error  # which references the frames
@@ -147,7 +147,7 @@ def test_no_thread_accepts_peers_after_the_wait_has_failed():
 
         if store_gather.rank == 0:
             connecting_waits_by(store_gather, give_up)
-            return TcpMesh(store_gather, [1], "127.0.0.1", SECRET)
+            return transport_of(store_gather, [1])
         return store_gather.all_gather("TCP mesh", ("127.0.0.1", 9))
 
     assert isinstance(on_ranks(2, come)[0], TransportError)
@@ -174,7 +174,7 @@ def test_invalid_credentials_are_rejected(sent):
         try:
             return exchange(mesh, b"first", [1 - store_gather.rank])
         finally:
-            mesh.close()
+            mesh.transport.close()
 
     num_foreign = []
     assert on_ranks(2, talk) == {0: {1: b"first"}, 1: {0: b"first"}}
@@ -215,7 +215,7 @@ def test_the_number_of_unauthenticated_connections_is_bounded():
 
             connecting_waits_by(store_gather, wait_until)
             with pytest.raises(TransportError, match="enough"):
-                TcpMesh(store_gather, [1], "127.0.0.1", SECRET)
+                transport_of(store_gather, [1])
             return
 
         assert on_ranks(2, talk) == {0: None, 1: None}
@@ -237,8 +237,8 @@ def test_an_idle_unauthenticated_connection_delays_no_peer(sent):
                 return all_gather(stage, value)
 
             store_gather.all_gather = all_gather_after_a_foreign_client
-            with closing(mesh_of(store_gather)) as mesh:
-                return exchange(mesh, b"first", [1 - store_gather.rank])
+            with closing(transport_of(store_gather)) as transport:
+                return exchange(Mesh(transport), b"first", [1 - store_gather.rank])
 
         num_foreign = []
         assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"first"}, 1: {0: b"first"}}
@@ -247,9 +247,9 @@ def test_an_idle_unauthenticated_connection_delays_no_peer(sent):
 
 def test_a_connection_to_a_machine_that_is_off_closes_within_the_time_limit():
     def options(store_gather):
-        with closing(mesh_of(store_gather)) as mesh:
-            connections = list(mesh._connections.values())
-            assert [connection.fileno() for connection in connections] == list(mesh.descriptors.values())
+        with closing(transport_of(store_gather)) as transport:
+            connections = list(transport._connections.values())
+            assert [connection.fileno() for connection in connections] == list(transport.descriptors.values())
             assert connections[0].getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             return store_gather.timeout_s, [connections[0].getsockopt(socket.IPPROTO_TCP, name) for name in names]
@@ -260,8 +260,8 @@ def test_a_connection_to_a_machine_that_is_off_closes_within_the_time_limit():
 
 def test_the_longest_limit_of_settings_is_one_of_connections():
     def talk(store_gather):
-        with closing(mesh_of(store_gather)) as mesh:
-            return exchange(mesh, b"here", [1 - store_gather.rank])
+        with closing(transport_of(store_gather)) as transport:
+            return exchange(Mesh(transport), b"here", [1 - store_gather.rank])
 
     assert on_ranks(2, talk, timeout_s=1e6) == {0: {1: b"here"}, 1: {0: b"here"}}
 
@@ -274,9 +274,9 @@ def test_two_threads_may_close_a_mesh_at_the_same_time():
             return True
 
     def close(store_gather):
-        mesh = mesh_of(store_gather)
-        mesh._connections = Racing(mesh._connections)
-        mesh.close()
-        return dict(mesh._connections)
+        transport = transport_of(store_gather)
+        transport._connections = Racing(transport._connections)
+        transport.close()
+        return dict(transport._connections)
 
     assert on_ranks(2, close) == {0: {}, 1: {}}

@@ -1,6 +1,6 @@
 """Point-to-point messages of any size between nodes over TCP, progressed by polling in the calling thread.
 
-There is no I/O thread: the kernel moves the bytes of its socket buffers while this thread copies rows.
+The kernel moves the bytes of its socket buffers while this thread copies rows.
 """
 
 from __future__ import annotations
@@ -11,21 +11,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fusco.control.counters import readable, writable
 from fusco.control.store_gather import StoreGather
-from fusco.control.tcp_mesh import TcpConnections
-from fusco.core.rows import as_bytes
-from fusco.cpu.transport import Ticket
+from fusco.control.tcp_connections import TcpConnections
+from fusco.control.transport import Message, Ticket, memory_of
 
 # Bytes of a connection that the kernel takes before it can send them. What it has taken it sends at once: with whole
 # buffers of megabytes, connections would share a NIC as TCP's windows happen to be, and not in the order of sending.
 _MAX_UNSENT_BYTES = 128 << 10
 
 
-@dataclass
-class _Message:
+@dataclass(slots=True)
+class _UnderWay:
     """Memory that is still to be sent, or filled."""
 
     rest: memoryview
@@ -44,16 +41,16 @@ class _Message:
 
 
 class TcpTransport(TcpConnections):
-    """A ``Transport`` of one connection to each rank of other nodes; without such ranks nothing is opened."""
+    """A ``Transport`` of one connection to each peer; without peers nothing is opened."""
 
-    name = "TCP transport"
-
-    def __init__(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str) -> None:
-        self._sending: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
-        self._receiving: dict[int, deque[_Message]] = {peer: deque() for peer in peers}
+    def __init__(
+        self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str, purpose: str = "TCP"
+    ) -> None:
+        self._sending: dict[int, deque[_UnderWay]] = {peer: deque() for peer in peers}
+        self._receiving: dict[int, deque[_UnderWay]] = {peer: deque() for peer in peers}
         self._num_sending = self._num_receiving = 0  # messages in these queues
         self._epoll: select.epoll | None = None
-        super().__init__(store_gather, peers, listen_on, secret)
+        super().__init__(store_gather, peers, listen_on, secret, purpose)
         if peers:
             self._epoll = select.epoll()
         self._peer_to_fd = self.descriptors
@@ -64,17 +61,19 @@ class TcpTransport(TcpConnections):
         for connection in self._connections.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_BYTES)
 
-    def send(self, message: torch.Tensor, dst: int) -> Ticket:
+    def send(self, message: Message, dst: int) -> Ticket:
+        """See ``Transport``."""
         ticket, queue = Ticket(), self._sending[dst]
-        queue.append(_Message(as_bytes(message).numpy().data, ticket))
+        queue.append(_UnderWay(memory_of(message), ticket))
         self._num_sending += 1
         if len(queue) == 1:
             self._push(dst)
         return ticket
 
-    def receive(self, message: torch.Tensor, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
+    def receive(self, message: Message, src: int, on_done: Callable[[], None] | None = None) -> Ticket:
+        """See ``Transport``."""
         ticket = Ticket()
-        self._receiving[src].append(_Message(as_bytes(message).numpy().data, ticket, on_done))
+        self._receiving[src].append(_UnderWay(memory_of(message), ticket, on_done))
         self._num_receiving += 1
         return ticket
 
@@ -103,6 +102,7 @@ class TcpTransport(TcpConnections):
         return ()
 
     def close(self) -> None:
+        """See ``Transport``; memory of messages is referenced no more."""
         self._sending, self._receiving = {}, {}
         self._num_sending = self._num_receiving = 0
         if self._epoll:

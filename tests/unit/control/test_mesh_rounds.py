@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from meshes import LIMIT_S, exchange, mesh_of
+from meshes import LIMIT_S, exchange, mesh_of, transport_of
 
 from store_gathers import on_ranks
 
@@ -24,7 +24,7 @@ def test_every_rank_receives_the_messages_of_all_others_in_every_round(num_bytes
                 for number in range(num_rounds)
             ]
         finally:
-            mesh.close()
+            mesh.transport.close()
 
     for rank, rounds in on_ranks(3, talk).items():
         for number, received in enumerate(rounds):
@@ -48,7 +48,7 @@ def test_a_rank_may_be_a_round_ahead():
         else:
             first_is_done.wait(LIMIT_S)
             second = exchange(mesh, b"again", [peer])
-        mesh.close()
+        mesh.transport.close()
         return first, second
 
     assert on_ranks(2, talk) == {rank: ({1 - rank: b"first"}, {1 - rank: b"again"}) for rank in range(2)}
@@ -74,7 +74,7 @@ def test_a_message_may_be_longer_than_the_memory_of_its_first_part(num_behind):
             while not mesh.is_done and time.monotonic() < deadline:
                 complete += mesh.poll()
             rounds.append((complete, bytes(first[:1]), bytes(behind)))
-        mesh.close()
+        mesh.transport.close()
         return rounds
 
     for rank, rounds in on_ranks(2, talk).items():
@@ -90,11 +90,11 @@ def test_the_rest_of_a_message_may_come_later_than_its_first_part(num_at_first):
     def talk(store_gather):
         mesh = mesh_of(store_gather)
         if store_gather.rank == 1:
-            connection = mesh._connections[0]
+            connection = mesh.transport._connections[0]
             connection.sendall(message[:num_at_first])
             has_polled.wait(LIMIT_S)
             connection.sendall(message[num_at_first:])
-            return mesh.close()
+            return mesh.transport.close()
         first, behind = bytearray(9), bytearray(5)
         mesh.begin({}, {1: memoryview(first)}, lambda _: memoryview(behind))
         deadline, early = time.monotonic() + LIMIT_S, []
@@ -105,7 +105,7 @@ def test_the_rest_of_a_message_may_come_later_than_its_first_part(num_at_first):
         complete = []
         while not mesh.is_done and time.monotonic() < deadline:
             complete += mesh.poll()
-        mesh.close()
+        mesh.transport.close()
         return early, complete, bytes(behind)
 
     assert on_ranks(2, talk)[0] == ([], [1], b"later")
@@ -116,14 +116,14 @@ def test_a_peer_that_has_gone_is_named():
         mesh = mesh_of(store_gather)
         exchange(mesh, b"first", [1 - store_gather.rank])
         if store_gather.rank == 1:
-            mesh.close()
+            mesh.transport.close()
             return None
         mesh.begin({1: b"again"}, {1: memoryview(bytearray(5))})
         deadline = time.monotonic() + LIMIT_S
-        while not mesh.failure and time.monotonic() < deadline:
+        while not mesh.transport.failure and time.monotonic() < deadline:
             mesh.poll()
-        mesh.close()
-        return mesh.failure
+        mesh.transport.close()
+        return mesh.transport.failure
 
     failure = on_ranks(2, talk)[0]
     assert failure.startswith(("the network failed to receive (rank 1)", "the network failed to send (rank 1)"))
@@ -134,18 +134,17 @@ def test_a_peer_that_has_gone_raises_no_signal():
     signals, has_gone = [], threading.Event()
 
     def talk(store_gather):
-        mesh = mesh_of(store_gather)
+        transport = transport_of(store_gather)
         if store_gather.rank == 1:
-            mesh.close()
+            transport.close()
             has_gone.set()
             return None
         has_gone.wait(LIMIT_S)
         for _ in range(3):  # the first one may still be sent
-            mesh.begin({1: b"again"}, {1: memoryview(bytearray(5))})
+            transport.send(memoryview(b"again"), 1)
             time.sleep(0.05)
-            mesh._sending, mesh._receiving = {}, {}
-        mesh.close()
-        return mesh.failure
+        transport.close()
+        return transport.failure
 
     before = signal.signal(signal.SIGPIPE, lambda number, _: signals.append(number))
     try:
