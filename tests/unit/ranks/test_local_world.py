@@ -126,7 +126,9 @@ def test_a_rank_that_cannot_be_started_is_a_failed_rank(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(mp.context.ForkServerProcess, "start", fail)
-    with pytest.raises(RankFailedError, match=rf"^rank 0: its process could not be started: {type(error).__name__}: .+"):
+    with pytest.raises(
+        RankFailedError, match=rf"^rank 0: its process could not be started: {type(error).__name__}: .+"
+    ):
         LocalWorld(2)
 
 
