@@ -155,6 +155,6 @@ def check_bad_id(one: OneRank, ids_dtype: torch.dtype, bad_id: int) -> None:
     ids = case.topk_idx(0).to(ids_dtype)
     ids[3, 1] = ids[30, 0] = bad_id
     x = rows_of(case, (4,), torch.uint8)
-    with pytest.raises(ValueError, match=rf"topk_idx\[3, 1\] = {bad_id} is no expert: ids go from 0 to 39"):
+    with pytest.raises(ValueError, match=rf"topk_idx\[3, 1\] = {bad_id} is not an expert: ids go from 0 to 39"):
         one.comm.dispatch(x.to(one.device), ids.to(one.device))
     one.dispatch(case, [x])

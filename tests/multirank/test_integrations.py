@@ -121,7 +121,7 @@ def test_models_may_be_built_under_another_default_device_and_dtype(world):
 def test_bad_calls_are_refused_in_a_sentence(world):
     first, second = world.run(integration_mistake_jobs.refusals, 2)
     assert len(first) == len(second) == 7
-    assert first[3].startswith("ValueError: topk_idx[0, 0] = -2 is no expert")
+    assert first[3].startswith("ValueError: topk_idx[0, 0] = -2 is not an expert")
     assert second[3].startswith("RejectedInputError: ")
     assert "rank 0" in second[3]
     del first[3], second[3]

@@ -255,7 +255,7 @@ def test_a_message_where_namespaces_are_forbidden():
     [
         ((0, 1, "1gbit"), "hosts: 0 is not in 1 to 250"),
         ((1, 251, "1gbit"), "rails: 251"),
-        ((1, 1, "1 potato"), "'1 potato' is no rate"),
+        ((1, 1, "1 potato"), "'1 potato' is not a rate"),
         ((1, 1, 10), "bit/s of a rail: 10 is not in"),
     ],
 )
@@ -269,3 +269,6 @@ def test_ranks_that_do_not_divide_the_rails(bed):
         Testbed(1, 3, RATE, ranks_per_host=2)
     with pytest.raises(ValueError, match="host 3, rail 0: this testbed has hosts 0 to 2 and rails 0 to 1"):
         bed.address(3)
+    for local_rank in (-1, 1):
+        with pytest.raises(ValueError, match=f"local rank {local_rank}: a host of this testbed has 1"):
+            bed.namespaces(0, local_rank)

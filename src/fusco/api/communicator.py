@@ -44,10 +44,10 @@ class Communicator(Membership):
     them on all ranks or on none, as the backward pass communicates, too.
 
     Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
-    ``RejectedInputError`` on all other ranks; ``MismatchError`` on all ranks if inputs do not go together; and
-    ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``, after which the communicator
-    can only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases
-    its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
+    ``RejectedInputError`` on all other ranks. It raises ``MismatchError`` on all ranks if inputs do not go together,
+    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator can
+    only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases its
+    resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
@@ -76,7 +76,7 @@ class Communicator(Membership):
 
         Args:
             group: the process group, of any backend; ``None`` means the default one.
-            num_experts: number of experts of all ranks together.
+            num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
             max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
             max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
@@ -305,8 +305,8 @@ class Communicator(Membership):
 
         Ranks of a node first even out the bytes for each other node. Then nodes exchange in one-to-one stages. Ranks
         redistribute what arrived within the node while the next stage runs. In addition to the rings, a call takes
-        memory for the bytes that this rank carries for others of its node: at most about its share of the bytes that
-        the node sends and receives; none if nodes have one rank, or with one node. It returns when the output is
+        memory for the bytes that this rank carries for others of its node: at most about its share of what the node
+        sends and receives, and none with one node or with nodes of one rank. It returns when the output is
         complete and the input may change; on CUDA both hold for later launches. There is no ``async_op``, as the
         calling thread moves the rows itself. To overlap on CUDA, call it on another stream; on the CPU, from another
         thread, on a communicator that only this thread uses. The first call compiles the scheduler: seconds, once on

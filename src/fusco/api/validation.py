@@ -108,8 +108,8 @@ class Validator:
         with_weights: bool,  # noqa: FBT001  passed by position
     ) -> KnownInput | None:
         """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
-        tensors, terms = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
-        return self._known.find(tensors, terms)
+        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+        return self._known.find(tensors, options)
 
     def validate_redispatch(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
@@ -124,13 +124,13 @@ class Validator:
         )
         if known is None:
             fingerprint = CollectiveFingerprint("dispatch_again", request.fields)
-            self._known.add(fingerprint, payloads, _terms_of_redispatch(payloads, handle))
+            self._known.add(fingerprint, payloads, _options_of_redispatch(payloads, handle))
         return request
 
     def known_redispatch(self, payloads: Sequence[torch.Tensor], handle: Handle) -> KnownInput | None:
         """Return what is known of the arguments of ``dispatch_again``; raise if the handle is invalid."""
         self.require_handle(handle)
-        return self._known.find(payloads, _terms_of_redispatch(payloads, handle))
+        return self._known.find(payloads, _options_of_redispatch(payloads, handle))
 
     def validate_combine(
         self,
@@ -154,7 +154,7 @@ class Validator:
         )
         if known is None:
             fingerprint = CollectiveFingerprint(verb, request.fields)
-            self._known_rows.add(fingerprint, ys, _terms_of_combine(verb, ys, topk_weights))
+            self._known_rows.add(fingerprint, ys, _options_of_combine(verb, ys, topk_weights))
         return request
 
     def known_combine(
@@ -165,8 +165,8 @@ class Validator:
         self.require_combine_weights(weights)
         if weights is not None:
             self.require_unchanged_weights(handle)
-        terms = _terms_of_combine(verb, ys, None if weights is None else handle.topk_weights)
-        if (known := self._known_rows.find(ys, terms)) is not None:
+        options = _options_of_combine(verb, ys, None if weights is None else handle.topk_weights)
+        if (known := self._known_rows.find(ys, options)) is not None:
             num_slots = handle.plan.num_slots
             for y in ys:
                 if y.shape[0] != num_slots:
@@ -398,16 +398,16 @@ def _known_by(
     alignment: int,
     with_weights: object,
 ) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
-    """Return the tensors, then the terms, by which the input of a dispatch is known."""
+    """Return the tensors, then the options, by which the input of a dispatch is known."""
     tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
     return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(with_weights))
 
 
-def _terms_of_redispatch(payloads: Sequence[torch.Tensor], handle: Handle) -> tuple[object, ...]:
-    """Return the terms, besides payloads, by which the input of ``dispatch_again`` is known."""
+def _options_of_redispatch(payloads: Sequence[torch.Tensor], handle: Handle) -> tuple[object, ...]:
+    """Return the options, besides payloads, by which the input of ``dispatch_again`` is known."""
     return "dispatch_again", len(payloads), handle.num_tokens
 
 
-def _terms_of_combine(verb: str, ys: Sequence[torch.Tensor], topk_weights: torch.Tensor | None) -> tuple[object, ...]:
-    """Return the terms, besides rows, by which the input of a combine is known."""
+def _options_of_combine(verb: str, ys: Sequence[torch.Tensor], topk_weights: torch.Tensor | None) -> tuple[object, ...]:
+    """Return the options, besides rows, by which the input of a combine is known."""
     return verb, len(ys), topk_weights is None, wants_grad(topk_weights)

@@ -1,4 +1,4 @@
-"""Copies between GPUs and pinned host memory: over one PCIe link, over those of idle GPUs, and beside their owners."""
+"""Copies between GPUs and pinned host memory: over one PCIe link, over several, and while their owners copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies now and then over a PCIe link by the process that owns it, beside one that borrows it."""
+"""Copies now and then over a PCIe link by the process that owns it, while another one borrows it."""
 
 from __future__ import annotations
 

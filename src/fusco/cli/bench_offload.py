@@ -27,7 +27,7 @@ def offload(
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Copy between a GPU and pinned host memory, verified, beside cudaMemcpyAsync; GPU 1 is the idle one.
+    """Copy between a GPU and pinned host memory, verified, compared with cudaMemcpyAsync; GPU 1 is the idle one.
 
     Variants are those of FuseLink's Figure 6. Over the other GPU's link, its buffer is filled by threads (D1) or by a
     copy engine (D2); over the GPU's own link, threads (D3) or a copy engine (D4) write to host memory.

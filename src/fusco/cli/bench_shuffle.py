@@ -81,7 +81,7 @@ def shuffle(
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Time dispatch and combine of fusco and of the disaggregated baseline in one run.
+    """Compare fusco with all_to_all_single and index_select: verify, then time dispatch and combine.
 
     Ranks are processes of this machine, on CUDA one for each GPU, that emulate the given nodes; or, under torchrun,
     its ranks. On a testbed (--testbed) they have a host and a network, whose rate the results are compared with. Every

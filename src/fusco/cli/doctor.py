@@ -173,7 +173,7 @@ def _driver() -> _Outcome:
         from cuda.bindings import nvrtc
 
         needed = int(nvrtc.nvrtcVersion()[1])
-    except ImportError:
+    except (ImportError, RuntimeError):  # no bindings, or no NVRTC
         needed = _CUDA_OF_PACKAGE
     least = f", {_LEAST_DRIVERS[needed]} or newer" if needed in _LEAST_DRIVERS else ""
     remedy = f"an NVIDIA driver for CUDA {needed}{least}: it loads what NVRTC {needed} compiles"

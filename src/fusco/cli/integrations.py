@@ -1,4 +1,4 @@
-"""``fusco integrations``: where the modules are that stand for other libraries."""
+"""``fusco integrations``: the folders of modules that replace other libraries."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
         raise ValueError(f"--{option} needs at least one name")
     for name in names:
         if allowed and name not in allowed:
-            raise ValueError(f"{option} {name!r} is none of {', '.join(allowed)}")
+            raise ValueError(f"{option} {name!r} is not one of {', '.join(allowed)}")
     return list(dict.fromkeys(names))
 
 

@@ -20,9 +20,9 @@ from fusco.rails.usage import RailUse, UsageReader
 
 
 def _check_board(path: Path | None) -> Path | None:
-    """Refuse a file that is no board: an empty one would be made a board, and removed at the end."""
+    """Refuse a file that is not a board: an empty one would be made a board, and removed at the end."""
     if path and not path.stat().st_size:
-        raise typer.BadParameter("it is empty, and no board of rails")
+        raise typer.BadParameter("it is empty, and not a board of rails")
     return path
 
 

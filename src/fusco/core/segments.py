@@ -65,7 +65,7 @@ class Segments:
     def rows(cls, matrix: torch.Tensor, row_idx: torch.Tensor) -> Segments:
         """Return one segment for each of the rows ``row_idx`` (int64) of a contiguous matrix.
 
-        Raises ``TypeError`` or ``ValueError``, for an index that is no row with its value.
+        Raises ``TypeError`` or ``ValueError``, for an index that is not a row with its value.
         """
         _memory_of(matrix)
         _check_array("row_idx", row_idx)
@@ -74,7 +74,7 @@ class Segments:
         is_outside = (row_idx < 0) | (row_idx >= len(matrix))  # checked here, as an offset in bytes could overflow
         if bool(is_outside.any()):
             i = int(is_outside.nonzero()[0])
-            raise ValueError(f"row_idx[{i}] = {int(row_idx[i])} is no row of a base of {len(matrix)}")
+            raise ValueError(f"row_idx[{i}] = {int(row_idx[i])} is not a row of a base of {len(matrix)}")
         size = row_bytes(matrix)
         return cls(matrix, row_idx * size, torch.full_like(row_idx, size))
 

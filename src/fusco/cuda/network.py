@@ -41,7 +41,7 @@ def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
 
 @dataclass(eq=False)
 class _InFlight:
-    """What the watchdog waits for. Not frozen, as that makes objects three times as slowly."""
+    """Messages that the watchdog waits for. Not frozen, as that makes objects three times as slowly."""
 
     is_done: Callable[[], bool]  # may be replaced
     stall: Stall

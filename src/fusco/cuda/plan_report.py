@@ -11,7 +11,7 @@ _LOW_HALF = 0xFFFFFFFF
 
 
 class InvalidPair(NamedTuple):
-    """An id that is no expert, of a token of a rank; clamped to +-(2**31 - 1)."""
+    """An id that is not an expert, of a token of a rank; clamped to +-(2**31 - 1)."""
 
     src: int
     token: int

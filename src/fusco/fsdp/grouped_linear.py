@@ -85,4 +85,4 @@ def _obstacle(rows: torch.Tensor, weight: torch.Tensor) -> str:
     if rows.dtype not in dtypes:
         return f"they are {rows.dtype}, and not {' or '.join(map(str, dtypes))}"
     odd = [width for width in weight.shape[1:] if width * rows.itemsize % 16]
-    return f"rows of {odd[0]} {rows.dtype} are no multiple of 16 bytes" if odd else ""
+    return f"rows of {odd[0]} {rows.dtype} are not a multiple of 16 bytes" if odd else ""

@@ -121,7 +121,7 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the multiprocessors that fusco uses beside computation, or twice as many; for any sizes."""
+        """Return the multiprocessors that fusco uses while other kernels compute, or twice as many; for any sizes."""
         return FSDP_SMS if self.prefer_overlap_with_compute else 2 * FSDP_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:

@@ -19,9 +19,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 
 from fusco.core.config import Launch
+from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import SHUFFLE_OPS, Arrival, FuscoDispatcher
 
-_DEFAULT_SMS = 32  # as ``fusco.fsdp``: FSDP's collectives run beside the dispatch
 # Module state: all layers of a group share one, and the memory of its communicators. Each layer keeps it alive.
 _shared: WeakValueDictionary[tuple[dist.ProcessGroup, int, int], FuscoDispatcher] = WeakValueDictionary()
 
@@ -38,7 +38,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
         # of a rank in a step: batch size times sequence length, over the ranks that share a sequence
         max_tokens_per_rank: int
-        num_sms: int = _DEFAULT_SMS  # multiprocessors of a call
+        num_sms: int = FSDP_SMS  # multiprocessors of a call
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -92,7 +92,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
     exact=True,  # a subclass pads rows, which fusco's dispatcher does not
     description="expert-parallel dispatch and combine by fusco",
 )
-def dispatcher(config: Any, *, max_tokens_per_rank: int, num_sms: int = _DEFAULT_SMS) -> Any:
+def dispatcher(config: Any, *, max_tokens_per_rank: int, num_sms: int = FSDP_SMS) -> Any:
     """Return the configuration of ``FuscoTokenDispatcher``; for ``--override.imports``."""
     return derive(config, FuscoTokenDispatcher.Config, max_tokens_per_rank=max_tokens_per_rank, num_sms=num_sms)
 

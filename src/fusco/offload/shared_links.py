@@ -136,7 +136,7 @@ class SharedLinks:
             except (OSError, FuscoError) as error:
                 if str(error) != told:
                     told = str(error)
-                    warnings.warn(f"relays are looked at again after an error: {told}", RuntimeWarning, stacklevel=1)
+                    warnings.warn(f"relays are checked again after an error: {told}", RuntimeWarning, stacklevel=1)
 
 
 def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[Links, dict[int, int]]:

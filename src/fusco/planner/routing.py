@@ -67,4 +67,6 @@ class Routing:
 
 def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) -> str:
     """Return the error message for an invalid expert id."""
-    return f"topk_idx[{token}, {k}] = {expert_id} is no expert: ids go from 0 to {num_experts - 1}, and -1 means none"
+    return (
+        f"topk_idx[{token}, {k}] = {expert_id} is not an expert: ids go from 0 to {num_experts - 1}, and -1 means none"
+    )

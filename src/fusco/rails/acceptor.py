@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fusco.core.errors import TransportError, reason_of
 from fusco.rails.connection import Connection, configure
-from fusco.rails.handshake import Handshake, Introduction, Joining
+from fusco.rails.handshake import EndpointInfo, Handshake, Joining
 from fusco.rails.host import Host
 from fusco.rails.loop import READ
 
@@ -21,7 +21,7 @@ _PAUSE_S = 0.05  # after accepting has failed, for example without descriptors l
 class Acceptor:
     """Listeners, one a rail, and connections whose handshake is under way."""
 
-    def __init__(self, host: Host, secret: bytes, join: Callable[[Connection, Introduction], None]) -> None:
+    def __init__(self, host: Host, secret: bytes, join: Callable[[Connection, EndpointInfo], None]) -> None:
         """Listen; ``join`` is called with each connection that a peer has made. Raises ``TransportError``."""
         self._host, self._secret, self._join = host, secret, join
         self._joining: dict[Joining, float] = {}  # with their deadlines, the oldest first
@@ -74,7 +74,7 @@ class Acceptor:
             return
         configure(accepted, defers=self._host.defers(rail))
         limits = self._host.limits
-        this = Introduction(self._host.worker, len(self._host.rails), limits.chunk_bytes)
+        this = EndpointInfo(self._host.worker, len(self._host.rails), limits.chunk_bytes)
         handshake = Handshake(self._secret, this, is_server=True)
         try:
             joining = Joining(accepted, handshake, lambda joining, reason: self._finish(joining, rail, reason))

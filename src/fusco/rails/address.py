@@ -35,4 +35,4 @@ class Address:
             rails = tuple((str(host), int(port)) for host, port in fields["rails"])
             return cls(int(fields["worker"]), int(fields["chunk_bytes"]), rails, bytes.fromhex(fields["secret"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{bytes(data[:80])!r} is no address of an endpoint: {error!r}") from None
+            raise ValueError(f"{bytes(data[:80])!r} is not the address of an endpoint: {error!r}") from None

@@ -155,7 +155,7 @@ class Board:
             rows = {each.row for each in self.workers()}
             free = next((row for row in range(MAX_WORKERS) if row not in rows), None)
             if free is None:
-                raise SharedMemoryError(f"the board of rails {self.path} has {MAX_WORKERS} workers, which is its room")
+                raise SharedMemoryError(f"the board of rails {self.path} has {MAX_WORKERS} workers, the maximum")
             for i, rail in enumerate(rails):
                 offset = _RAILS + i * _RAIL_BYTES
                 self.memory[offset : offset + _RAIL.size] = _RAIL.pack(rail.interface.encode(), rail.bits_per_s)
@@ -220,7 +220,7 @@ class Board:
             os.posix_fallocate(fd, 0, _NUM_BYTES)
             os.pwrite(fd, header, 0)
         elif found.st_size != _NUM_BYTES or written != header:
-            raise SharedMemoryError(f"{self.path} is no board of rails of version {_VERSION}; remove it")
+            raise SharedMemoryError(f"{self.path} is not a board of rails of version {_VERSION}; remove it")
 
     def _lock(self, fd: int, limit_s: float | None = None) -> None:
         limit_s = _LOCK_S if limit_s is None else limit_s

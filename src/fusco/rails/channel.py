@@ -11,7 +11,7 @@ from typing import Any
 from fusco.core.errors import ClosedError, PeerFailureError
 from fusco.rails.buffers import as_bytes
 from fusco.rails.connection import Connection
-from fusco.rails.handshake import Introduction
+from fusco.rails.handshake import EndpointInfo
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
 from fusco.rails.rail_failures import RailFailures
@@ -34,7 +34,7 @@ class Channel:
         num_rails: rails that both hosts have.
     """
 
-    def __init__(self, host: Host, peer: Introduction, name: bytes) -> None:
+    def __init__(self, host: Host, peer: EndpointInfo, name: bytes) -> None:
         self._host, self.name = host, name
         self.peer = peer.worker
         self.num_rails = min(len(host.rails), peer.num_rails)
@@ -56,7 +56,8 @@ class Channel:
     def isend(self, buffer: Any, on_done: Callable[[BaseException | None], None] | None = None) -> Request:
         """Send a buffer or a contiguous CPU tensor; its memory must not change until the request is done.
 
-        ``on_done`` is then called in the endpoint's thread, with the error if there is one.
+        ``on_done`` is then called in the endpoint's thread, with the error if there is one. If it raises, the endpoint
+        fails.
 
         Raises:
             TypeError, ValueError: for anything else.
@@ -95,7 +96,7 @@ class Channel:
             self._host.loop.wait(self.closed, CLOSING_S)
 
     def begin_close(self) -> None:
-        """Begin to close the channel; ``closed`` is set when the peer was told."""
+        """Begin to close the channel; ``closed`` is set once the peer is notified."""
         self._host.loop.post(self._begin_close)
 
     def check_connected(self, limit_s: float) -> None:
@@ -291,7 +292,7 @@ class Channel:
 
     @property
     def is_closing(self) -> bool:
-        """True from the beginning to the end of ``close``; the peer is being told."""
+        """True from the beginning to the end of ``close``; the peer is being notified."""
         return self._is_closing and not self.closed.is_set()
 
     def end_close(self) -> None:
@@ -397,4 +398,5 @@ class Channel:
         reason = f"worker {self.peer} did not take part within {limit_s:g} s; {self._failures}"
         error = self._failures.error(reason, request)
         self._host.loop.post(lambda: self.fail(error))
+        self._host.loop.wait(self.closed, CLOSING_S)  # until then bytes may arrive in the caller's memory
         return error

@@ -82,7 +82,7 @@ class Connection:
     def acknowledged(self, name: tuple[int, int]) -> Posted | None:
         """Take a chunk from those outstanding, and return it unless it has passed before.
 
-        Raises ``WireError`` if it is none of them.
+        Raises ``WireError`` if it is not one of them.
         """
         posted = self.outstanding.get(name)
         if posted is None or not posted.has_begun:

@@ -12,7 +12,7 @@ from fusco.core.errors import reason_of
 from fusco.rails.address import Address
 from fusco.rails.channel import Channel
 from fusco.rails.connection import Connection, bind_to, configure
-from fusco.rails.handshake import Handshake, Introduction, Joining
+from fusco.rails.handshake import EndpointInfo, Handshake, Joining
 from fusco.rails.host import Host
 from fusco.rails.loop import READ, WRITE
 
@@ -98,7 +98,7 @@ class Dialer:
             return
         rail.limit_s = max(_AGAIN_S, _TIMES_THE_LAST * (time.monotonic() - rail.begun_s))
         rail.was_connected, rail.deadline = True, rail.deadline + _HANDSHAKE_S
-        this = Introduction(
+        this = EndpointInfo(
             self._host.worker, len(self._host.rails), self._host.limits.chunk_bytes,
             self.channel.name, i, rail.incarnation,
         )  # fmt: skip

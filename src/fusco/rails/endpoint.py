@@ -18,7 +18,7 @@ from fusco.rails.board_row import BoardRow
 from fusco.rails.channel import CLOSING_S, Channel
 from fusco.rails.connection import Connection
 from fusco.rails.dialer import Dialer
-from fusco.rails.handshake import CHANNEL_BYTES, SECRET_BYTES, Introduction
+from fusco.rails.handshake import CHANNEL_BYTES, SECRET_BYTES, EndpointInfo
 from fusco.rails.host import Host
 from fusco.rails.limits import Limits
 from fusco.rails.loop import Loop
@@ -153,7 +153,7 @@ class Endpoint:
 
     def dial(self, address: Address, name: bytes) -> Channel:
         """Begin to connect a channel of a name, 16 bytes, and return it at once; its rails follow."""
-        peer = Introduction(address.worker, len(address.rails), address.chunk_bytes)
+        peer = EndpointInfo(address.worker, len(address.rails), address.chunk_bytes)
         channel = Channel(self._host, peer, name)
         self._loop.post(lambda: self._add(channel, Dialer(self._host, channel, address)))
         return channel
@@ -249,7 +249,7 @@ class Endpoint:
         else:
             self._ended.add(channel.name)
 
-    def _join(self, connection: Connection, peer: Introduction) -> None:
+    def _join(self, connection: Connection, peer: EndpointInfo) -> None:
         """Add a connection that a peer has made to its channel, which is new with the first."""
         if peer.channel in self._ended:
             connection.abort()

@@ -23,11 +23,11 @@ MAX_BYTES = max(_CLIENT.size, _SERVER.size) + _TAG_BYTES  # of a handshake messa
 
 
 class RefusedError(Exception):
-    """The other end does not know the secret, or is no endpoint of this version."""
+    """The other end does not know the secret, or is not an endpoint of this version."""
 
 
 @dataclass(frozen=True)
-class Introduction:
+class EndpointInfo:
     """Identity of one end of a connection."""
 
     worker: int  # its number on its host
@@ -41,10 +41,10 @@ class Introduction:
 class Handshake:
     """One end's part, without I/O: write ``greeting``, then ``receive`` every message of ``num_expected`` bytes."""
 
-    def __init__(self, secret: bytes, this: Introduction, *, is_server: bool) -> None:
+    def __init__(self, secret: bytes, this: EndpointInfo, *, is_server: bool) -> None:
         self._secret, self._this, self._is_server = secret, this, is_server
         self._nonce, self._peer_nonce = secrets.token_bytes(_NONCE_BYTES), b""
-        self.peer: Introduction | None = None  # once it has proven that it knows the secret
+        self.peer: EndpointInfo | None = None  # once it has proven that it knows the secret
         self.greeting = _HELLO.pack(_MAGIC, self._nonce) if is_server else b""
         self.num_expected = _CLIENT.size + _TAG_BYTES if is_server else _HELLO.size
 
@@ -52,7 +52,7 @@ class Handshake:
         """Take the next message and return the answer, which may be empty; ``RefusedError`` if it is not a peer's."""
         assert len(message) == self.num_expected, (len(message), self.num_expected)
         if not message.startswith(_MAGIC):
-            raise RefusedError("the other end is no endpoint of fusco.rails of this version")
+            raise RefusedError("the other end is not an endpoint of fusco.rails of this version")
         if self._is_server:
             return self._answer_client(message)
         if not self._peer_nonce:
@@ -62,7 +62,7 @@ class Handshake:
             body = _CLIENT.pack(_MAGIC, this.channel, *sizes, self._nonce)
             return body + self._tag(b"client", body)
         self._check(message, b"server", _SERVER.size)
-        self.peer = Introduction(*_SERVER.unpack_from(message)[1:])
+        self.peer = EndpointInfo(*_SERVER.unpack_from(message)[1:])
         return b""
 
     def _answer_client(self, message: bytes) -> bytes:
@@ -71,7 +71,7 @@ class Handshake:
         _, channel, worker, num_rails, chunk_bytes, rail, incarnation, _ = _CLIENT.unpack_from(message)
         if not chunk_bytes or not num_rails:
             raise RefusedError(f"the client claims chunks of {chunk_bytes} bytes and {num_rails} rails")
-        self.peer = Introduction(worker, num_rails, chunk_bytes, channel, rail, incarnation)
+        self.peer = EndpointInfo(worker, num_rails, chunk_bytes, channel, rail, incarnation)
         body = _SERVER.pack(_MAGIC, self._this.worker, self._this.num_rails, self._this.chunk_bytes)
         return body + self._tag(b"server", body)
 

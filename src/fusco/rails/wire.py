@@ -63,7 +63,7 @@ def unpack(record: bytes | bytearray | memoryview) -> Record:
     except struct.error:
         raise WireError(f"a record has {RECORD_BYTES} bytes, got {len(record)}") from None
     if fields[6] != MAGIC or not DATA <= fields[5] <= BYE:
-        raise WireError(f"bytes {bytes(record).hex()} are no record")
+        raise WireError(f"bytes {bytes(record).hex()} are not a record")
     return fields
 
 

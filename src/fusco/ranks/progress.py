@@ -41,14 +41,14 @@ def watching(store: TCPStore, on_progress: Callable[[int, int, str], None], seco
     """
     stop = threading.Event()
 
-    def look() -> None:
+    def report() -> None:
         num_done = store.add(_KEY, 0)
         total, note = (store.get(key).decode() if store.check([key]) else "" for key in (_TOTAL_KEY, _NOTE_KEY))
         on_progress(num_done, int(total or 0), note)
 
     def poll() -> None:
         while not stop.wait(seconds):
-            look()
+            report()
 
     thread = threading.Thread(target=poll, daemon=True)
     thread.start()
@@ -57,4 +57,4 @@ def watching(store: TCPStore, on_progress: Callable[[int, int, str], None], seco
     finally:
         stop.set()
         thread.join()
-        look()
+        report()

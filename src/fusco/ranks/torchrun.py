@@ -25,7 +25,7 @@ class Launched:
     def from_environment(cls, environment: Mapping[str, str]) -> Launched | None:
         """Read torchrun's variables; ``None`` if no launcher started this process.
 
-        Raises ``ValueError`` if some of the variables are missing, or are no numbers of ranks.
+        Raises ``ValueError`` if some of the variables are missing, or are not numbers of ranks.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [environment.get(name) for name in names]

@@ -16,8 +16,8 @@ class PlannedForwarding(NamedTuple):
     """Everything that the kernel writes."""
 
     plan: DeviceForwarding  # tokens and places
-    # int64 (num_nodes + 2,): tokens for each node; the first pair whose id is no expert, or the number of pairs; and
-    # that id, or 0
+    # int64 (num_nodes + 2,): tokens for each node; the first pair whose id is not an expert, or the number of pairs;
+    # and that id, or 0
     summary: torch.Tensor
     # for each other node, ascending, the routing of its tokens: ids of its experts, -1 for others
     messages: list[Routing]

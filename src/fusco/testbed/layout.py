@@ -77,12 +77,12 @@ def host_name(host: int) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return bits per second; ``ValueError`` for a text that is no rate.
+    """Return bits per second; ``ValueError`` for a text that is not a rate.
 
     >>> parse_rate("500mbit"), parse_rate("2.5gbit")
     (500000000, 2500000000)
     """
     matched = _RATE.fullmatch(text.strip().lower())
     if not matched:
-        raise ValueError(f"{text!r} is no rate: write a number and kbit, mbit or gbit, such as 500mbit")
+        raise ValueError(f"{text!r} is not a rate: write a number and kbit, mbit or gbit, such as 500mbit")
     return int(float(matched[1]) * _UNITS[matched[2]])

@@ -106,8 +106,8 @@ def test_an_earlier_error_comes_before_that_of_bad_input():
 
 
 def test_a_late_rejection_is_raised_once_the_collective_is_complete():
-    session, error = Session(), ValueError("an id that is no expert")
-    with pytest.raises(ValueError, match="an id that is no expert") as caught:
+    session, error = Session(), ValueError("an id that is not an expert")
+    with pytest.raises(ValueError, match="an id that is not an expert") as caught:
         play(session, prepare=lambda *_: Pending((), raising(LateRejection(error))))
     assert caught.value is error
     assert session.log[-1] == "end"

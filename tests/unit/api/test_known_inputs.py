@@ -112,7 +112,7 @@ def test_a_second_dispatch_is_not_validated_in_full_and_a_wrong_one_is():
         second = validator.validate_dispatch([torch.ones(3, 4)], ids, None)
     assert second.known is not None
     assert second.known.fingerprint.fields == first.fields
-    with pytest.raises(ValueError, match=r"topk_idx\[2, 1\] = 4 is no expert"):
+    with pytest.raises(ValueError, match=r"topk_idx\[2, 1\] = 4 is not an expert"):
         validator.validate_dispatch([X], torch.tensor([[0, 0], [0, 0], [0, 4]]), None)
     with pytest.raises(TypeError, match="has 48 bytes of elements, but its storage has 8"):
         validator.validate_dispatch([freed()], ids, None)

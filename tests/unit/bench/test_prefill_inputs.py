@@ -92,7 +92,7 @@ def test_random_routing_names_different_experts_and_all_of_them():
 
 
 def test_routings_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="'even' is none of random, trace"):
+    with pytest.raises(ValueError, match="'even' is not one of random, trace"):
         check_routing("even", 128, 8)
     with pytest.raises(ValueError, match="not top-2 of 64"):
         check_routing("trace", 64, 2)
@@ -133,7 +133,7 @@ def test_the_default_shape_is_that_of_qwen3_30b_a3b():
 def test_a_job_of_odd_sizes_is_refused():
     with pytest.raises(ValueError, match="128 experts do not divide evenly among 3 ranks"):
         replace(JOB, num_ranks=3)
-    with pytest.raises(ValueError, match="'zipf' is none of random, trace"):
+    with pytest.raises(ValueError, match="'zipf' is not one of random, trace"):
         replace(JOB, routings=("zipf",))
     with pytest.raises(ValueError, match="do not divide 64"):
         replace(JOB, batches=("5",))

@@ -35,9 +35,11 @@ def test_deep_ep_is_measured_where_it_is_installed(monkeypatch):
 def test_names_that_are_not_offered_are_rejected():
     with pytest.raises(ValueError, match="between nodes, but there is 1 node: pass --nodes"):
         choose_variants("cuda", 1, with_ablation=True)
-    with pytest.raises(ValueError, match="'fusco-fp8' is none of those on cuda with 2 nodes: fusco, fusco-static"):
+    with pytest.raises(ValueError, match="'fusco-fp8' is not one of those on cuda with 2 nodes: fusco, fusco-static"):
         choose_variants("cuda", 2, ["fusco-fp8"])
-    with pytest.raises(ValueError, match="'deepep' is none of those on cpu with 1 node: fusco, baseline, fusco-static"):
+    with pytest.raises(
+        ValueError, match="'deepep' is not one of those on cpu with 1 node: fusco, baseline, fusco-static"
+    ):
         choose_variants("cpu", 1, ["deepep"])
 
 

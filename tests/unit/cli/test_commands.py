@@ -52,7 +52,7 @@ def test_plan_explains_every_pattern(traffic, tmp_path):
     ("arguments", "message"),
     [
         (["--matrix", ","], "--matrix needs at least one name"),
-        (["--matrix", "uniform,diagonal"], "matrix 'diagonal' is none of uniform, random, zipf, trace"),
+        (["--matrix", "uniform,diagonal"], "matrix 'diagonal' is not one of uniform, random, zipf, trace"),
         (["--matrix", "uniform,zipf", "--layer", "1"], "--layer goes with --matrix trace, not with uniform, zipf"),
         (["--num-experts", "64"], "the trace qwen3_30b_a3b_sharegpt1024, layer 0 names expert"),
     ],
@@ -201,9 +201,9 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch
         (["--device", "cuda", "--nodes", "2", "--ranks-per-node", "4"], "8 ranks need a GPU each, but torch finds 4"),
         (["--device", "cuda", "--nodes", "3"], "4 GPUs do not divide among 3 nodes"),
         (["--device", "cuda", "--ablation"], "there is 1 node: pass --nodes"),
-        (["--device", "cuda", "--nodes", "2", "--variants", "fusco-fp8"], "'fusco-fp8' is none of those on cuda"),
-        (["--variants", "fusco,best"], "variant 'best' is none of those on cpu with 2 nodes: fusco, baseline"),
-        (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is none of trace, uniform, single-node"),
+        (["--device", "cuda", "--nodes", "2", "--variants", "fusco-fp8"], "'fusco-fp8' is not one of those on cuda"),
+        (["--variants", "fusco,best"], "variant 'best' is not one of those on cpu with 2 nodes: fusco, baseline"),
+        (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is not one of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
         (["--traffic", "uniform,zipf", "--layer", "1"], "--layer goes with --traffic trace, not with uniform, zipf"),
@@ -383,14 +383,14 @@ def test_balancers_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "text"])
-def test_rails_leaves_a_file_that_is_no_board(content, tmp_path, monkeypatch, capsys):
+def test_rails_leaves_a_file_that_is_not_a_board(content, tmp_path, monkeypatch, capsys):
     path = tmp_path / "board"
     path.write_text(content)
     monkeypatch.setattr(sys, "argv", ["fusco", "rails", "--once", "--board", str(path)])
     with pytest.raises(SystemExit) as exited:
         main.run()
     assert exited.value.code == 2
-    assert re.search(r"no board of rails", capsys.readouterr().err)
+    assert re.search(r"not a board of rails", capsys.readouterr().err)
     assert path.read_text() == content
 
 

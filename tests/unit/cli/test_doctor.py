@@ -22,7 +22,7 @@ def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
     assert all(f'"{name}>={least}"' in needed for name, least in LEAST_VERSIONS.items())
     assert all(f'"{name}>={least}"' in needed for name, least in LEAST_OF_FSDP.items())
     shown = " ".join((ROOT / "README.md").read_text().split())
-    assert f"PyTorch {LEAST_VERSIONS['torch']} or newer" in shown
+    assert f"PyTorch {LEAST_VERSIONS['torch']}, or newer" in shown
     assert f"torch=={LEAST_VERSIONS['torch']}.0" in (ROOT / "Makefile").read_text()
     monkeypatch.setattr(
         doctor, "installed", {"torch": "2.6.0+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}.__getitem__
@@ -146,3 +146,19 @@ def test_doctor_compiles_for_the_gpus_that_are_there(found_of, monkeypatch):
     monkeypatch.setattr("fusco.cuda.kernels.compiler.Compiler._compile", lambda it, *_: compiled.append(it.arch) or b"")
     assert found_of("CUDA kernels", [(12, 0), (8, 0), (7, 0), (8, 0)]).state == "ok"
     assert compiled == ["sm_80", "sm_120"]
+
+
+def test_doctor_says_how_to_get_a_missing_nvrtc(found_of):
+    examined = found_of("CUDA driver", [(9, 0)], 13000)  # with bindings, of which the next two lack the library
+    assert examined.state == "ok"
+
+    def fail():
+        raise RuntimeError("no libnvrtc.so.13")
+
+    sys.modules["cuda.bindings"].nvrtc.nvrtcVersion = fail
+    (driver, kernels) = (
+        doctor._examine(*check) for check in doctor._CHECKS if check[0] in ("CUDA driver", "CUDA kernels")
+    )
+    assert (driver.state, driver.found) == ("ok", "for CUDA 13.0")
+    assert kernels.found == "NVRTC, which compiles CUDA kernels, cannot be loaded: no libnvrtc.so.13"
+    assert "pip install 'cuda-core[cu13]'" in kernels.remedy

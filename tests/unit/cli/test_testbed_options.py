@@ -27,7 +27,7 @@ def test_without_a_testbed_nothing_changes():
     ("options", "message"),
     [
         ({"testbed": "4"}, "--testbed '4' is not a number of hosts"),
-        ({"testbed": "2x2", "rate": "fast"}, "'fast' is no rate"),
+        ({"testbed": "2x2", "rate": "fast"}, "'fast' is not a rate"),
         ({"testbed": "2x2", "rails": 3}, "3 rails of a host do not divide among 2 ranks"),
         ({"rate": "1gbit"}, "--rate 1gbit goes with --testbed"),
         ({"rails": 2}, "--rails 2 goes with --testbed"),

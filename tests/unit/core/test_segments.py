@@ -69,9 +69,9 @@ def test_rows_of_a_matrix_of_any_dtype():
 @pytest.mark.parametrize(
     ("matrix", "row_idx", "error", "text"),
     [
-        (torch.empty(0, 4), torch.tensor([0]), ValueError, r"row_idx\[0\] = 0 is no row of a base of 0"),
-        (torch.ones(3, 4), torch.tensor([2, 1 << 60]), ValueError, r"row_idx\[1\] = 1152921504606846976 is no row"),
-        (torch.ones(3, 4), torch.tensor([-1]), ValueError, r"row_idx\[0\] = -1 is no row of a base of 3"),
+        (torch.empty(0, 4), torch.tensor([0]), ValueError, r"row_idx\[0\] = 0 is not a row of a base of 0"),
+        (torch.ones(3, 4), torch.tensor([2, 1 << 60]), ValueError, r"row_idx\[1\] = 1152921504606846976 is not a row"),
+        (torch.ones(3, 4), torch.tensor([-1]), ValueError, r"row_idx\[0\] = -1 is not a row of a base of 3"),
         (torch.ones(3, 4), torch.tensor([1], dtype=torch.int32), TypeError, "row_idx must be .* int64 .* torch.int32"),
         (torch.ones(3, 4), [0], TypeError, "row_idx must be a one-dimensional int64 tensor, got list"),
         (torch.ones(()), torch.tensor([0]), ValueError, "at least one dimension, got a scalar"),

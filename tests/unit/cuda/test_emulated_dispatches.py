@@ -53,7 +53,7 @@ def test_an_invalid_id_of_a_dispatch_that_no_host_waits_for_outlives_later_ones(
                 told.append(str(error).partition("topk_idx")[2])
         return [*told, *(at.arena.plan_report.take_invalid_pair(is_static=True) for _ in range(2))]
 
-    told = f"[6, 1] = {NUM_EXPERTS + 6} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    told = f"[6, 1] = {NUM_EXPERTS + 6} is not an expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
     assert repeated.world.run(on_rank) == [[told, (1, 3, 1, NUM_EXPERTS + 3), None]] * 2
 
 

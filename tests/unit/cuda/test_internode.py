@@ -184,7 +184,7 @@ def test_the_own_nodes_sum_comes_first_then_the_others_ascending():
 
 
 class Misrouted(Play):
-    """Rank 1 gives an id that is no expert, to begin with."""
+    """Rank 1 gives an id that is not an expert, to begin with."""
 
     def _on_rank(self, at: Rank) -> Any:
         request = self._request(at.rank, self._payloads(at))
@@ -204,7 +204,7 @@ class Misrouted(Play):
 def test_an_id_that_is_no_expert_is_refused_on_all_ranks_which_go_on():
     scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_weighted=False)
     refused = Misrouted(scene).run(order=1)
-    what = f"topk_idx[2, 1] = {NUM_EXPERTS} is no expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
+    what = f"topk_idx[2, 1] = {NUM_EXPERTS} is not an expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
     assert type(refused[1]) is ValueError
     assert str(refused[1]) == what
     for rank in (0, 2, 3):

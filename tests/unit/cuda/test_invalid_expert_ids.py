@@ -17,7 +17,7 @@ from fusco.planner.routing import Routing
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK = 3, 6, 2
 PLACEMENT = ExpertPlacement.contiguous(NUM_EXPERTS, NUM_RANKS)
-RANGE = "is no expert: ids go from 0 to 5, and -1 means none"
+RANGE = "is not an expert: ids go from 0 to 5, and -1 means none"
 STATIC = StaticRows(64)
 
 

@@ -102,11 +102,11 @@ def test_an_invalid_id_is_an_error_of_its_call_on_all_nodes(bad_id):
     first, second = play.run(order=2)
     assert first[:2] == second[:2] == ["", ""]
     assert first[3] == second[3] == ""
-    assert second[2].startswith(f"ValueError: topk_idx[2, 1] = {bad_id} is no expert")
+    assert second[2].startswith(f"ValueError: topk_idx[2, 1] = {bad_id} is not an expert")
     told = max(-(2**31) + 1, min(2**31 - 1, bad_id))
     assert first[2].startswith(
         "RejectedInputError: dispatch was cancelled on all ranks, since rank 1 rejected its input: "
-        f"topk_idx[2, 1] = {told} is no expert"
+        f"topk_idx[2, 1] = {told} is not an expert"
     )
 
 

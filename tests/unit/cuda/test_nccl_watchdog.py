@@ -100,11 +100,11 @@ def test_a_guard_gives_up_at_once_when_it_is_told_why(fault):
         assert scene.gave_up_on("slice 0") < SLACK_S
 
 
-def test_a_rank_that_leaves_as_the_last_message_is_done_is_nothing_to_a_guard():
+def test_a_rank_that_leaves_as_the_last_message_is_done_is_nothing_to_the_watchdog():
     has_left, has_looked = threading.Event(), threading.Event()
 
     class Leaving(Watchdog):
-        """Its rank leaves with its last message done, just when the guard looks for ranks that are gone."""
+        """Its rank leaves with its last message done, just when the watchdog looks for ranks that are gone."""
 
         @property
         def has_failed_rank(self) -> bool:
@@ -128,7 +128,7 @@ def test_what_comes_within_a_second_after_a_rank_has_left_is_not_given_up():
         assert 1.0 <= scene.gave_up_on("slice 1") < 1.0 + SLACK_S
 
 
-def test_a_rank_that_is_gone_is_nothing_to_a_guard_with_nothing_under_way():
+def test_a_rank_that_is_gone_is_nothing_to_the_watchdog_with_nothing_under_way():
     with closing(Scene(NO_LIMIT_S)) as scene:
         scene.watchdog.has_failed_rank = True
         scene.watch("slice 0", done_after_s=0.0)

@@ -145,7 +145,7 @@ def check_limited(scene: Scene, outcomes: Sequence[Any], on_overflow: str) -> No
 
 
 class Misrouted(Play):
-    """Rank 1 gives an id that is no expert; all send what they can."""
+    """Rank 1 gives an id that is not an expert; all send what they can."""
 
     def _on_rank(self, at: Rank) -> Any:
         request = self._request(at.rank, self._payloads(at))

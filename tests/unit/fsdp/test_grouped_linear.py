@@ -36,7 +36,7 @@ def test_each_block_has_its_matrix(nums_rows, num_inputs, num_outputs, dtype, ha
 def test_grouped_gemm_takes_wide_rows_only():
     wide, narrow = (operands((1,), num, num, torch.float32) for num in (4, 3))
     assert not _obstacle(*wide[:2])
-    assert _obstacle(*narrow[:2]) == "rows of 3 torch.float32 are no multiple of 16 bytes"
+    assert _obstacle(*narrow[:2]) == "rows of 3 torch.float32 are not a multiple of 16 bytes"
     assert "they are torch.float64" in _obstacle(*operands((1,), 4, 4, torch.float64)[:2])
 
 
@@ -55,7 +55,7 @@ class OnCuda:
     [
         (torch.float32, 8, r"they are torch\.float32, and not torch\.bfloat16"),
         (torch.float16, 8, r"they are torch\.float16, and not torch\.bfloat16"),
-        (torch.bfloat16, 12, r"rows of 12 torch\.bfloat16 are no multiple of 16 bytes"),
+        (torch.bfloat16, 12, r"rows of 12 torch\.bfloat16 are not a multiple of 16 bytes"),
     ],
 )
 def test_on_cuda_one_product_after_the_other_is_warned_of(dtype, width, text):

@@ -133,7 +133,7 @@ def check_lanes(plan: DispatchPlan, plans: Sequence[DispatchPlan], topology: Top
     assert own.num_rows.sum() == sum(len(plan.forwarding.node_to_tokens[n]) for n in topology.remote_nodes(plan.rank))
 
 
-class Crossing(NamedTuple):
+class SentRow(NamedTuple):
     """A token that crosses to a node, and the ranks that send and receive it."""
 
     src: int
@@ -143,15 +143,15 @@ class Crossing(NamedTuple):
     forwarder: int
 
 
-def crossings(plans: Sequence[DispatchPlan]) -> list[Crossing]:
+def sent_rows(plans: Sequence[DispatchPlan]) -> list[SentRow]:
     return [
-        Crossing(src, node, token, carrier, forwarder)
+        SentRow(src, node, token, carrier, forwarder)
         for src, node, first, end, carrier, forwarder in zip(*(c.tolist() for c in plans[0].lanes.runs), strict=True)
         for token in plans[src].forwarding.node_to_tokens[node][first:end].tolist()
     ]
 
 
-def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[Crossing], weight_bytes: int) -> PlanCost:
+def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[SentRow], weight_bytes: int) -> PlanCost:
     nodes, rank = plan.topology.rank_to_node, plan.rank
     sent = sum(row.src == rank for row in crossing)
     holder = {(row.src, row.token): row.forwarder for row in crossing if row.node == plan.node}
@@ -184,7 +184,7 @@ def test_plans_match_the_specification(name):
         try:
             check_world(plans, law, topology)
             weight_bytes = 0 if routings[0].topk_weights is None else 4
-            crossing = crossings(plans)
+            crossing = sent_rows(plans)
             for plan in plans:
                 assert plan_cost(plan, BYTES_PER_TOKEN) == brute_force_cost(law, plan, crossing, weight_bytes)
         except AssertionError as error:

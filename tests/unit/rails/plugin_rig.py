@@ -16,7 +16,7 @@ import pytest
 
 from fusco.bench.rails.plugin import Plugin, PluginChannel
 from fusco.rails import Address, Endpoint, Limits, Rail
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import EndpointInfo, Handshake
 from fusco.rails.nccl import environment_of_plugin, plugin_path
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
@@ -97,7 +97,7 @@ def python_sender(tmp_path, plugin):
 
 def connected_by_hand(address, name, rail, chunk_bytes=65536):
     """A socket of a peer that this test plays, after its handshake."""
-    handshake = Handshake(address.secret, Introduction(0, 3, chunk_bytes, name, rail, 1), is_server=False)
+    handshake = Handshake(address.secret, EndpointInfo(0, 3, chunk_bytes, name, rail, 1), is_server=False)
     client = socket.create_connection(address.rails[rail], timeout=5.0)
     for _ in range(2):
         client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))

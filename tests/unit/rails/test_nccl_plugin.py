@@ -185,7 +185,7 @@ def test_a_listen_that_is_gone(tmp_path):
         nothing = ctypes.create_string_buffer(handle.raw[:54] + port + handle.raw[56:], 128)
         with pytest.raises(PluginError, match=r"it listens no more.*Connection refused"):
             plugin.connect(nothing)
-        with pytest.raises(PluginError, match="its handle is none of theirs") as error:
+        with pytest.raises(PluginError, match="its handle is not one of theirs") as error:
             plugin.connect(ctypes.create_string_buffer(bytes(128), 128))
         assert error.value.code == INVALID_USAGE
 

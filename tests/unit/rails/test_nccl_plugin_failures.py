@@ -32,7 +32,7 @@ from plugin_rig import (
 from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
 from fusco.rails import Limits
 from fusco.rails.board import Board
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import EndpointInfo, Handshake
 from fusco.rails.nccl import environment_of_plugin, plugin_path
 from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, RECORD_BYTES, TOO_LARGE, Record, pack, unpack
 
@@ -341,7 +341,7 @@ def test_foreign_connections_are_refused(tmp_path):
         for i in range(30):
             with socket.create_connection(address.rails[i % 3]) as foreign:
                 foreign.settimeout(5.0)
-                handshake = Handshake(rng.bytes(32), Introduction(0, 3, 4096, rng.bytes(16), i % 3, 1), is_server=False)
+                handshake = Handshake(rng.bytes(32), EndpointInfo(0, 3, 4096, rng.bytes(16), i % 3, 1), is_server=False)
                 greeting = foreign.recv(24, socket.MSG_WAITALL)
                 answer = handshake.receive(greeting) if i % 2 else rng.bytes(int(rng.integers(1, 300)))
                 with suppress(OSError):  # it may be closed before all of that is sent

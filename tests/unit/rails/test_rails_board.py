@@ -177,7 +177,7 @@ def test_the_last_one_removes_the_file(path):
 
 def test_files_that_are_no_board(path):
     path.write_bytes(b"something else")
-    with pytest.raises(SharedMemoryError, match="is no board of rails of version 1; remove it"):
+    with pytest.raises(SharedMemoryError, match="is not a board of rails of version 1; remove it"):
         Board(path)
     path.unlink()
     path.symlink_to("/etc/passwd")

@@ -12,7 +12,7 @@ from rails_ends import RAILS, connected, random_bytes, wait_for
 from fusco.core.errors import TransportError
 from fusco.rails import Endpoint
 from fusco.rails.connection import Connection
-from fusco.rails.handshake import Handshake, Introduction
+from fusco.rails.handshake import EndpointInfo, Handshake
 from fusco.rails.wire import DATA, Record, WireError, pack
 
 
@@ -41,7 +41,7 @@ def test_foreign_connections_are_refused(tmp_path):
 def test_rails_that_a_client_cannot_have(tmp_path, claimed, listener, num_rails):
     with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as endpoint:
         address = endpoint.listen()
-        this = Introduction(1, num_rails, 4096, b"c" * 16, claimed, 1)
+        this = EndpointInfo(1, num_rails, 4096, b"c" * 16, claimed, 1)
         handshake = Handshake(address.secret, this, is_server=False)
         with socket.create_connection(address.rails[listener]) as client:
             client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fusco.rails.address import Address
-from fusco.rails.handshake import Handshake, Introduction, RefusedError
+from fusco.rails.handshake import EndpointInfo, Handshake, RefusedError
 from fusco.rails.wire import ACK, BYE, DATA, MAGIC, RECORD_BYTES, Record, WireError, is_newer, pack, unpack
 
 SECRET = bytes(range(32))
-CLIENT = Introduction(worker=3, num_rails=4, chunk_bytes=512, channel=b"c" * 16, rail=2, incarnation=7)
-SERVER = Introduction(worker=5, num_rails=2, chunk_bytes=1024)
+CLIENT = EndpointInfo(worker=3, num_rails=4, chunk_bytes=512, channel=b"c" * 16, rail=2, incarnation=7)
+SERVER = EndpointInfo(worker=5, num_rails=2, chunk_bytes=1024)
 
 
 def shake(client, server):
@@ -50,7 +50,7 @@ def test_other_bytes_are_refused(data):
 
 @pytest.mark.parametrize("kind", [0, BYE + 1, 65535])
 def test_kinds_that_do_not_exist(kind):
-    with pytest.raises(WireError, match="are no record"):
+    with pytest.raises(WireError, match="are not a record"):
         unpack(pack(Record(kind=kind)))
 
 
@@ -108,5 +108,5 @@ def test_addresses_travel_as_bytes():
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b'{"rails": [["a"]], "worker": 1}', b"\xff\xfe"])
 def test_bytes_that_are_no_address(data):
-    with pytest.raises(ValueError, match="is no address of an endpoint"):
+    with pytest.raises(ValueError, match="is not the address of an endpoint"):
         Address.from_bytes(data)

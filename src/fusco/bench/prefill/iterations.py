@@ -84,7 +84,7 @@ def measure(align: Callable[[], object], work: Callable[[], object], clock: Call
 
 
 def outliers(iterations: Sequence[Sequence[Iteration]]) -> list[str]:
-    """Describe each prefill that took more than 1.3 times the median, rank by rank, beside the rank's medians."""
+    """Describe each prefill that took more than 1.3 times the median, rank by rank, with the rank's medians."""
     times = [max(rank.ms for rank in ranks) for ranks in iterations]
     lines = []
     for index, ranks in enumerate(iterations):

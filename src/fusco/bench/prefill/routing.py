@@ -19,7 +19,7 @@ ROUTINGS = ("random", "trace")
 def check_routing(routing: str, num_experts: int, num_topk: int) -> None:
     """Raise ``ValueError`` unless the routing exists for so many experts."""
     if routing not in ROUTINGS:
-        raise ValueError(f"routing {routing!r} is none of {', '.join(ROUTINGS)}")
+        raise ValueError(f"routing {routing!r} is not one of {', '.join(ROUTINGS)}")
     if routing == "trace" and (num_experts, num_topk) != (128, 8):
         raise ValueError(f"the trace has top-8 of 128 experts, not top-{num_topk} of {num_experts}: use random routing")
 

@@ -1,4 +1,4 @@
-"""What workers do in benchmarks; every function runs in a worker's process."""
+"""Roles of workers in benchmarks; every function runs in a worker's process."""
 
 from __future__ import annotations
 

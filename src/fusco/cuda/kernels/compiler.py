@@ -69,7 +69,10 @@ class Compiler:
     def _versions(self) -> str:
         from cuda.bindings import nvrtc  # noqa: PLC0415  of the extra fusco[cuda]
 
-        return f"{version('cuda-core')} {nvrtc.nvrtcVersion()}"
+        try:
+            return f"{version('cuda-core')} {nvrtc.nvrtcVersion()}"
+        except RuntimeError as error:  # cuda-core without the packages of its extra, and no CUDA toolkit
+            raise CompileError(f"NVRTC, which compiles CUDA kernels, cannot be loaded: {error}") from error
 
     def _keep(self, file: str, cubin: bytes) -> None:
         self.folder.warn()

@@ -32,7 +32,7 @@ ForwardingArgs = struct(
 class ForwardingSummary:
     """Counts that the kernel writes to host memory.
 
-    For each node a word: its number of tokens, or for this node the first pair whose id is no expert (the number of
+    For each node a word: its number of tokens, or for this node the first pair whose id is not an expert (the number of
     pairs if there is none). Its high half is the ticket of the launch. Then that id; then, for each node, the first
     overflow: tokens in the high half, and the limit in the low half; zero if there is none.
     """
@@ -67,7 +67,7 @@ class ForwardingSummary:
 
     @property
     def bad_pair(self) -> int:
-        """The first pair whose id is no expert, or the number of pairs."""
+        """The first pair whose id is not an expert, or the number of pairs."""
         return self._words.load(self.own_node) & _LOW_HALF
 
     @property
@@ -158,7 +158,7 @@ def plan_forwarding(
 ) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
     """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
-    ``routing`` is contiguous, with weights of float32 or float64; an id that is no expert counts as none.
+    ``routing`` is contiguous, with weights of float32 or float64; an id that is not an expert counts as none.
     ``expert_to_node`` is int32 (num_experts,).
 
     Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of

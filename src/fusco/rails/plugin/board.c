@@ -117,7 +117,7 @@ static const char *check_or_format(int fd, const struct stat *found) {
     if (code) return strerror(code);
     return pwrite(fd, &HEADER, sizeof HEADER, 0) == (ssize_t)sizeof HEADER ? NULL : strerror(errno);
   }
-  return found->st_size == BOARD_BYTES && !memcmp(&header, &HEADER, sizeof header) ? NULL : "it is no board of rails of this version; remove it";
+  return found->st_size == BOARD_BYTES && !memcmp(&header, &HEADER, sizeof header) ? NULL : "it is not a board of rails of this version; remove it";
 }
 
 bool board_open(struct board *board, const char *path, double limit_s, char *why, size_t why_bytes) {
@@ -187,7 +187,7 @@ bool board_register(struct board *board, const struct host *host, char *why, siz
     double rest_s = host->limits.hold_s - host->limits.release_s;
     board->rest_ns = rest_s > 0 ? (int64_t)(1e9 * rest_s) : 0;
   } else {
-    snprintf(why, why_bytes, "the board of rails %s has %d workers, which is its room", board->path, MAX_WORKERS);
+    snprintf(why, why_bytes, "the board of rails %s has %d workers, the maximum", board->path, MAX_WORKERS);
   }
   flock(board->fd, LOCK_UN);
   return row < MAX_WORKERS;

@@ -165,7 +165,7 @@ const char *connection_write(struct connection *connection) {
 static const char *take_header(struct connection *connection) {
   struct record *record = &connection->record;
   connection->num_header = 0;
-  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) return "bytes that are no record";
+  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) return "bytes that are not a record";
   if (record->kind != DATA && record->kind != TOO_LARGE) return channel_take(connection, record, true);
   connection->reads_payload = true;
   connection->num_payload = 0;

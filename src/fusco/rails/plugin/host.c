@@ -78,10 +78,10 @@ static const char *parse_rail(struct host *host, char *text) {
   memcpy(rail->text, address, strlen(address));
   if (!parse_address(rail)) return "an address is no IP address";
   if (rail->address.ss_family != host->rails[0].address.ss_family) return "IPv4 and IPv6 addresses are mixed";
-  if (!parse_number(speed, 0, INT64_MAX, &number)) return "the bit/s of a rail are no number, which is 0 if unknown";
+  if (!parse_number(speed, 0, INT64_MAX, &number)) return "the bit/s of a rail are not a number, which is 0 if unknown";
   rail->bits_per_s = (uint64_t)number;
   for (char *owner = owners ? strtok_r(owners, "+", &rest_of_owners) : NULL; owner; owner = strtok_r(NULL, "+", &rest_of_owners)) {
-    if (!parse_number(owner, 0, INT32_MAX, &number)) return "an owner of a rail is no number of a worker";
+    if (!parse_number(owner, 0, INT32_MAX, &number)) return "an owner of a rail is not the number of a worker";
     if (number == host->worker) host->direct |= 1u << host->num_rails;
   }
   host->num_rails++;
@@ -125,7 +125,7 @@ static const char *parse_limits(struct host *host, char *text) {
 
 static const char *parse_policy(struct host *host, char *text) {
   host->policy = !strcmp(text, "direct") ? DIRECT : !strcmp(text, "spray") ? SPRAY : FUSELINK;
-  return host->policy != FUSELINK || !strcmp(text, "fuselink") ? NULL : "it is none of fuselink, spray, direct";
+  return host->policy != FUSELINK || !strcmp(text, "fuselink") ? NULL : "it is not one of fuselink, spray, direct";
 }
 
 static const char *parse_worker(struct host *host, char *text) {

@@ -19,7 +19,7 @@ struct __attribute__((packed)) hello {
   char magic[8];
   uint8_t nonce[NONCE_BYTES];
 };
-struct __attribute__((packed)) introduction {
+struct __attribute__((packed)) endpoint_info {
   char magic[8];
   uint8_t name[NAME_BYTES];
   uint32_t worker, num_rails, chunk_bytes, rail, incarnation;
@@ -29,7 +29,7 @@ struct __attribute__((packed)) answer {
   char magic[8];
   uint32_t worker, num_rails, chunk_bytes;
 };
-enum { MAX_MESSAGE = sizeof(struct introduction) + TAG_BYTES };
+enum { MAX_MESSAGE = sizeof(struct endpoint_info) + TAG_BYTES };
 
 struct joining {
   struct watched watched;
@@ -91,7 +91,7 @@ static int read_message(struct joining *joining, const char **why) {
   }
   joining->num_bytes = 0;
   if (!memcmp(joining->message, MAGIC, sizeof MAGIC)) return 1;
-  *why = "the other end is no endpoint of fusco.rails of this version";
+  *why = "the other end is not an endpoint of fusco.rails of this version";
   return -1;
 }
 
@@ -125,14 +125,14 @@ static struct listen *find_listen(const struct joining *joining, const uint8_t *
   memcpy(&hint, name, sizeof hint);
   for (int pass = 0; pass < 2; pass++) {
     for (struct listen *each = the_host->listens; each; each = each->next) {
-      if ((each->number == hint) == !pass && has_tag(joining, each->secret, true, sizeof(struct introduction))) return each;
+      if ((each->number == hint) == !pass && has_tag(joining, each->secret, true, sizeof(struct endpoint_info))) return each;
     }
   }
   return NULL;
 }
 
 /* A new channel of a listen, unless the peer has had it before. Under the host's lock. */
-static struct channel *new_channel(struct listen *listen, const struct introduction *peer) {
+static struct channel *new_channel(struct listen *listen, const struct endpoint_info *peer) {
   for (int i = 0; i < listen->num_names; i++) {
     if (!memcmp(listen->names[i], peer->name, NAME_BYTES)) return NULL;
   }
@@ -154,7 +154,7 @@ static struct channel *new_channel(struct listen *listen, const struct introduct
 }
 
 /* Give the connection to its channel, which is new with the first. Under the host's lock; the secret to answer with. */
-static const uint8_t *join(struct joining *joining, const struct introduction *peer) {
+static const uint8_t *join(struct joining *joining, const struct endpoint_info *peer) {
   if (!peer->chunk_bytes || !peer->num_rails || peer->rail != (uint32_t)joining->rail || peer->rail >= peer->num_rails) return NULL;
   struct channel *channel = find_named(peer->name);
   if (channel) {
@@ -186,7 +186,7 @@ static void on_client(struct watched *watched, uint32_t events) {
   if (!complete) return;
   const uint8_t *joined = NULL;
   if (complete > 0) {
-    struct introduction peer;
+    struct endpoint_info peer;
     memcpy(&peer, joining->message, sizeof peer);
     memcpy(joining->peer_nonce, peer.nonce, NONCE_BYTES);
     pthread_mutex_lock(&the_host->lock);
@@ -326,9 +326,9 @@ static void attempt_failed(struct joining *joining, const char *why, bool is_ref
 }
 
 /* Say who this end is, once the server's nonce is known. */
-static void introduce(struct joining *joining) {
+static void send_info(struct joining *joining) {
   const struct channel *channel = joining->channel;
-  struct introduction this = {.worker = (uint32_t)the_host->worker, .num_rails = (uint32_t)the_host->num_rails,
+  struct endpoint_info this = {.worker = (uint32_t)the_host->worker, .num_rails = (uint32_t)the_host->num_rails,
                               .chunk_bytes = (uint32_t)the_host->limits.chunk_bytes, .rail = (uint32_t)joining->rail, .incarnation = joining->incarnation};
   uint8_t text[MAX_MESSAGE];
   memcpy(this.magic, MAGIC, sizeof MAGIC);
@@ -360,7 +360,7 @@ static void on_server(struct watched *watched, uint32_t events) {
   if (complete > 0 && !joining->has_nonce) {
     joining->has_nonce = true;
     memcpy(joining->peer_nonce, ((struct hello *)joining->message)->nonce, NONCE_BYTES);
-    introduce(joining);
+    send_info(joining);
     return;
   }
   if (complete > 0 && !has_tag(joining, channel->secret, false, sizeof(struct answer))) {

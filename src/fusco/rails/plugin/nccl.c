@@ -198,7 +198,7 @@ static struct channel *dial(const struct handle *handle) {
   bool is_ipv6 = the_host->rails[0].address.ss_family == AF_INET6;
   int most = handle->is_ipv6 ? 4 : MAX_RAILS;
   if (memcmp(handle->magic, MAGIC, sizeof MAGIC) || !handle->num_rails || handle->num_rails > most || !handle->chunk_bytes) {
-    say(true, "the peer does not use fusco's rails, or another version: its handle is none of theirs");
+    say(true, "the peer does not use fusco's rails, or another version: its handle is not one of theirs");
     return NULL;
   }
   if ((bool)handle->is_ipv6 != is_ipv6) {
