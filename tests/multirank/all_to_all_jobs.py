@@ -16,7 +16,7 @@ from rank_setup import Setup, pause_randomly
 import fusco
 from comparison import assert_same_bits
 from fusco.bench.matrices import make_matrix, rows_of_routing
-from fusco.bench.traffic import Pattern, Trace, Workload
+from fusco.bench.traffic import Trace, Workload
 from generator import any_bits, values
 
 # Dtypes and shapes of rows; most have an odd number of bytes, one has none.
@@ -40,7 +40,7 @@ def matrices(num_ranks: int, ranks_per_node: int) -> dict[str, np.ndarray]:
     one_receiver[:, -1] = random.integers(1, 60, num_ranks)
     topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
     workload = Workload(
-        pattern=Pattern.TRACE,
+        pattern="trace",
         topology=topology,
         placement=fusco.ExpertPlacement.explicit([expert % num_ranks for expert in range(128)], num_ranks),
         tokens=16,

@@ -77,6 +77,7 @@ def errors(_: dist.ProcessGroup, path: Path) -> dict[str, str]:
         "without an optimizer": (path / "model", AdamW, {}),
         "of another optimizer": (path / "whole", lambda weights: SGD(weights, momentum=0.9), {}),
         "of another model": (path / "whole", AdamW, {"num_hidden_layers": 3}),
+        "of a larger model": (path / "whole", AdamW, {"num_hidden_layers": 1}),
         "of other sizes": (path / "whole", AdamW, {"moe_intermediate_size": 4}),
         "of nothing": (path / "nothing", AdamW, {}),
         "broken": (broken, AdamW, {}),

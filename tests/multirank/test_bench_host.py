@@ -23,6 +23,7 @@ def test_pairs_are_timed_by_step(world, num_ranks, ranks_per_node):
     assert (exact.variant, static.variant) == ("exact", "static")
     for record in (exact, static):
         assert record.pair_us >= record.dispatch_us > 0 < record.combine_us
+        assert record.dispatch_again_us > 0 < record.combine_all_us
         assert set(record.step_us) == {*STEPS, REST}
         launched = [step for step, us in record.step_us.items() if us]
         assert {"validate", "records", "allocate", "launch again, wait for the plan"} <= set(launched)

@@ -251,6 +251,10 @@ def test_what_cannot_be_parallelized_is_rejected_on_all_ranks_before_anything_ch
         )
         assert errors["twice"].startswith("parameter model.embed_tokens.weight is already distributed")
         assert errors["no forward"].startswith("FSDP cannot shard a ModuleDict, which has no forward")
+        assert ("no attribute 'group'" if rank == 1 else rejected) in errors["no dispatcher on rank 1"]
+        assert errors["two dtypes"].startswith(
+            "model.layers.1.self_attn.q_proj.weight is torch.float32 and model.layers"
+        )
 
 
 @pytest.mark.cpu_only

@@ -47,5 +47,7 @@ def test_checkpoints_of_other_models_are_rejected(two, tmp_path):
         "it was of another kind, or had other parameters",
         "of another model": f"11 weights of the model are not in {tmp_path}/whole, such as "
         "model.layers.2.input_layernorm.weight",
+        "of a larger model": f"11 weights in {tmp_path}/whole are not in the model, such as "
+        "model.layers.1.input_layernorm.weight",
         "of nothing": nothing,
     }

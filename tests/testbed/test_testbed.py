@@ -269,3 +269,6 @@ def test_ranks_that_do_not_divide_the_rails(bed):
         Testbed(1, 3, RATE, ranks_per_host=2)
     with pytest.raises(ValueError, match="host 3, rail 0: this testbed has hosts 0 to 2 and rails 0 to 1"):
         bed.address(3)
+    for local_rank in (-1, 1):
+        with pytest.raises(ValueError, match=f"local rank {local_rank}: a host of this testbed has 1"):
+            bed.namespaces(0, local_rank)

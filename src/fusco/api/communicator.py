@@ -76,7 +76,7 @@ class Communicator(Membership):
 
         Args:
             group: the process group, of any backend; ``None`` means the default one.
-            num_experts: number of experts of all ranks together.
+            num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
             max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
             max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in

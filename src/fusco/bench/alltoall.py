@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.links import LinkPeaks, measure_links
+from fusco.bench.stopwatch import RankTimer
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
@@ -29,13 +29,13 @@ _Variants = dict[str, tuple[Callable[[], object], torch.Tensor]]  # a call and i
 
 @dataclass
 class ExchangeResult:
-    """Measurements of one rank with one matrix: seconds of each variant by iteration, and fusco's profiles.
+    """Measurements of one rank with one matrix: times of each variant by iteration, and fusco's profiles.
 
     ``errors`` describes where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
     """
 
     errors: list[str] = field(default_factory=list)
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
+    times_ms: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
     profiles: list[CallProfile] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ def run_rank(
     """Run one rank's part of the benchmark; rank 0 reports every step as progress."""
     rank, topology, device = dist.get_rank(group), runs[0].topology, runs[0].device
     advance = ProgressReporter(rank, progress_port, len(runs) * (1 + _NUM_WARM_UPS + num_iterations)).advance
-    links, results = measure_links(group, topology, device), []
+    links, timer, results = measure_links(group, topology, device), RankTimer(group, device), []
     with Communicator(
         group,
         num_experts=topology.world_size,
@@ -83,23 +83,13 @@ def run_rank(
             results.append(ExchangeResult(_verify(variants, rank)))
             advance()
             for iteration in range(_NUM_WARM_UPS + num_iterations):
-                _time(variants, comm, group, results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult())
+                result = results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult()
+                for name, (call, _) in variants.items():
+                    result.times_ms[name] += timer.host_times_ms(call)
+                    if name == "fusco":
+                        result.profiles.append(comm.profile)
                 advance()
     return links, results
-
-
-def _time(variants: _Variants, comm: Communicator, group: dist.ProcessGroup, result: ExchangeResult) -> None:
-    """Time one call of each variant."""
-    finish: Callable[[], None] = torch.cuda.synchronize if variants["fusco"][1].is_cuda else lambda: None
-    for name, (call, _) in variants.items():
-        finish()
-        dist.barrier(group)
-        start = time.perf_counter()
-        call()
-        finish()
-        result.seconds[name].append(time.perf_counter() - start)
-        if name == "fusco":
-            result.profiles.append(comm.profile)
 
 
 def _variants(comm: Communicator, group: dist.ProcessGroup, run: ExchangeRun) -> _Variants:
@@ -176,17 +166,17 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     errors = [error for rank in ranks for error in rank.errors]
 
     def profile_ms(of: Callable[[CallProfile], float]) -> float:
-        return _slowest_ms([[of(profile) for profile in rank.profiles] for rank in ranks])
+        return _slowest([[of(profile) * 1e3 for profile in rank.profiles] for rank in ranks])
 
     return ExchangeRecord(
         **{field.name: getattr(run, field.name) for field in fields(Exchange)},
         nodes=run.topology.num_nodes,
         ranks_per_node=ranks_per_node,
         verified=not errors,
-        fusco_ms=_slowest_ms([rank.seconds["fusco"] for rank in ranks]),
+        fusco_ms=_slowest([rank.times_ms["fusco"] for rank in ranks]),
         planning_ms=profile_ms(lambda profile: profile.planning_s),
         wire_ms=profile_ms(lambda profile: profile.wire_s),
-        all_to_all_single_ms=_slowest_ms([rank.seconds["all_to_all_single"] for rank in ranks]),
+        all_to_all_single_ms=_slowest([rank.times_ms["all_to_all_single"] for rank in ranks]),
         lower_bound_ms=round(bound / rate_gbs / 1e6, 3) if rate_gbs else 0.0,
         schedule=schedule.mode,
         num_stages=schedule.stages.num_stages,
@@ -207,6 +197,6 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     )
 
 
-def _slowest_ms(per_rank: Sequence[Sequence[float]]) -> float:
+def _slowest(per_rank: Sequence[Sequence[float]]) -> float:
     slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
-    return round(median(slowest) * 1e3, 3)
+    return round(median(slowest), 3)

@@ -67,57 +67,42 @@ def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: in
         dist.get_rank(group), progress_port, num_steps=1 + len(run.workloads) * (len(run.variants) + 1)
     )
     timer = RankTimer(group, "cuda")
-    peaks, results = measure_device_links(group, run.topology, timer), []
+    peaks = measure_device_links(group, run.topology, timer)
     progress.advance()
     with ShuffleFactory(group, run) as factory:
-        for workload in run.workloads:
-            measurement = _Measurement(group, run, workload, timer, progress)
-            results.append(measurement.take(factory, DeviceResult(peaks)))
-    return results
+        return [_Measurement(factory, load, timer).take(DeviceResult(peaks), progress) for load in run.workloads]
 
 
 class _Measurement:
     """One workload on one rank."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        run: ShuffleRun,
-        workload: Workload,
-        timer: RankTimer,
-        progress: ProgressReporter,
-    ) -> None:
-        self._group, self._rank, self._run, self._workload = group, dist.get_rank(group), run, workload
-        self._timer, self._progress = timer, progress
-        self._world = WorldInput.of(workload, "cuda")
+    def __init__(self, factory: ShuffleFactory, workload: Workload, timer: RankTimer) -> None:
+        self._factory, self._run, self._workload, self._timer = factory, factory.run, workload, timer
+        self._rank, self._world = factory.group.rank(), WorldInput.of(workload, "cuda")
 
-    def take(self, factory: ShuffleFactory, result: DeviceResult) -> DeviceResult:
+    def take(self, result: DeviceResult, progress: ProgressReporter) -> DeviceResult:
         """Verify and time every variant, then profile fusco's kernels."""
-        run, workload, world = self._run, self._workload, self._world
-        shuffles: dict[str, Shuffle] = {}
+        run, shuffles = self._run, dict[str, Shuffle]()
         for name in run.variants:
             if name == _FP8:
-                launch = Launch(num_sms=run.num_sms)
-                result.errors[name], result.times[name] = _fp8(
-                    factory.communicator(), workload, world, self._timer, launch, run.num_iterations
-                )
-            elif shuffle := self._make(factory, name):
+                result.errors[name], result.times[name] = self._fp8()
+            elif shuffle := self._make(name):
                 shuffles[name] = shuffle
                 self._compare(name, shuffle, result)
-            self._progress.advance()
+            progress.advance()
         if run.has_timeline and (recorded := recorded_variant(run.variants)):
-            result.spans = _record(factory.communicator(), shuffles[recorded], self._timer)
+            result.spans = _record(self._factory.communicator(), shuffles[recorded], self._timer)
         if not run.has_nodes:
-            result.remote_row_bytes = _remote_row_bytes(world, workload, self._rank)
+            result.remote_row_bytes = _remote_row_bytes(self._world, self._workload, self._rank)
         if not run.has_nodes and "fusco" in shuffles:
             result.kernel_us = _profile_kernels(shuffles["fusco"], self._timer)
-        self._progress.advance()
+        progress.advance()
         return result
 
-    def _make(self, factory: ShuffleFactory, name: str) -> Shuffle | None:
+    def _make(self, name: str) -> Shuffle | None:
         """Return a variant; ``None``, with a warning, for one of another library that cannot be set up."""
         try:
-            return factory.make(name, self._workload, self._world)
+            return self._factory.make(name, self._workload, self._world)
         except Exception as error:  # another library may raise anything
             if name not in PEERS:
                 raise
@@ -132,8 +117,28 @@ class _Measurement:
         result.profiles[name] = (dispatched, replace(shuffle.profile()))
         del rows, handle
         torch.cuda.synchronize()
-        dist.barrier(self._group)
+        dist.barrier(self._factory.group)
         result.times[name] = _time(shuffle, self._timer, self._run.num_iterations)
+
+    def _fp8(self) -> tuple[list[str], DeviceTimes]:
+        """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static rows."""
+        comm, world, launch = self._factory.communicator(), self._world, Launch(num_sms=self._run.num_sms)
+        num_scales = -(-self._workload.hidden // _FP8_BLOCK)
+        values = [rows.to(torch.float8_e4m3fn) for rows in world.rows]
+        scales = [rows[:, :num_scales].float().contiguous() for rows in world.rows]
+        ids, weights = world.topk_idx[comm.rank], world.topk_weights[comm.rank]
+        payloads = [values[comm.rank], scales[comm.rank]]
+        static = StaticRows(max(1, comm.dispatch(payloads, ids, weights).handle.num_rows))
+        sent = comm.dispatch(payloads, ids, weights, static=static, launch=launch)
+        experts = self._workload.placement.rank_to_experts[comm.rank]
+        errors = []
+        for name, seen, rows in zip(("values", "scales"), sent.payloads, (values, scales), strict=True):
+            as_bytes = [part.view(torch.uint8) for part in rows]
+            expected, _ = expected_rows(WorldInput(as_bytes, world.topk_idx, world.topk_weights), experts)
+            if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):
+                errors.append(f"rank {comm.rank}: dispatched float8 {name} are wrong")
+        with _captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
+            return errors, DeviceTimes(dispatch_ms=self._timer.times_ms(replay, self._run.num_iterations))
 
 
 def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTimes:
@@ -161,28 +166,6 @@ def _captured(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
         work()
     yield graph.replay
     torch.cuda.synchronize()
-
-
-def _fp8(
-    comm: Communicator, workload: Workload, world: WorldInput, timer: RankTimer, launch: Launch, num_iterations: int
-) -> tuple[list[str], DeviceTimes]:
-    """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static rows."""
-    num_scales = -(-workload.hidden // _FP8_BLOCK)
-    values = [rows.to(torch.float8_e4m3fn) for rows in world.rows]
-    scales = [rows[:, :num_scales].float().contiguous() for rows in world.rows]
-    ids, weights = world.topk_idx[comm.rank], world.topk_weights[comm.rank]
-    payloads = [values[comm.rank], scales[comm.rank]]
-    static = StaticRows(max(1, comm.dispatch(payloads, ids, weights).handle.num_rows))
-    sent = comm.dispatch(payloads, ids, weights, static=static, launch=launch)
-    experts = workload.placement.rank_to_experts[comm.rank]
-    errors = []
-    for name, seen, rows in zip(("values", "scales"), sent.payloads, (values, scales), strict=True):
-        as_bytes = [part.view(torch.uint8) for part in rows]
-        expected, _ = expected_rows(WorldInput(as_bytes, world.topk_idx, world.topk_weights), experts)
-        if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):
-            errors.append(f"rank {comm.rank}: dispatched float8 {name} are wrong")
-    with _captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
-        return errors, DeviceTimes(dispatch_ms=timer.times_ms(replay, num_iterations))
 
 
 def _profile_kernels(shuffle: Shuffle, timer: RankTimer) -> dict[str, float]:

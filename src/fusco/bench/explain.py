@@ -84,7 +84,7 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
     memory = memory_size_hint(topology, Capacity(**sizes, num_topk=workload.num_topk))
     rows = np.stack([plain.sent_rows, plain.received_rows, lanes.sent_rows, lanes.received_rows], 1).tolist()
     return PlanRecord(
-        traffic=workload.pattern.value,
+        traffic=workload.pattern,
         nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
         tokens=workload.tokens,

@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeAlias, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
+from fusco.api.handle import Dispatched
 from fusco.api.validation import Validator
 from fusco.bench.environment import Measurement, hardware
 from fusco.bench.null_device import NullLibrary, keep_freed_memory, null_communicator, null_device
@@ -39,6 +40,8 @@ from fusco.cuda.stream_order import StreamOrder
 VARIANTS = ("exact", "static")
 _NUM_ROUNDS = 7  # the median one counts
 _TIMEOUT_S = 20.0
+_Result = TypeVar("_Result")
+_Caller: TypeAlias = Callable[[int], tuple[float, float]]
 
 # Steps in the order of a table, and the functions whose time each has, without that of other steps inside.
 STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
@@ -84,12 +87,17 @@ class HostRun:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """One rank's times of a variant, in us a pair, and of each step of a dispatch and a combine."""
+    """One rank's times of a variant, in us: of a dispatch, its combine and both, with the steps of both.
+
+    Also of a ``dispatch_again`` and a ``combine_all`` along a handle, the latter of rows and a weight for each k.
+    """
 
     variant: str
     pair_us: float
     dispatch_us: float
     combine_us: float
+    dispatch_again_us: float
+    combine_all_us: float
     step_us: dict[str, float]
 
 
@@ -160,7 +168,7 @@ def measure_host(group: dist.ProcessGroup, run: HostRun, _progress_port: int | N
                 times = [_time(comm, run, variant) for variant in VARIANTS]
             steps = _Steps()
             with steps.installed(), _communicator(group, run) as comm:  # launches keep the functions that they call
-                step_us = [steps.of(_caller(comm, run, variant), run.num_calls) for variant in VARIANTS]
+                step_us = [steps.of(_callers(comm, run, variant)[0], run.num_calls) for variant in VARIANTS]
     finally:
         os.sched_setaffinity(0, cores)
     return [HostTimes(**of, step_us=us) for of, us in zip(times, step_us, strict=True)]
@@ -181,8 +189,11 @@ def _communicator(group: dist.ProcessGroup, run: HostRun) -> Communicator:
     return null_communicator(StoreGather(group, _TIMEOUT_S), topology, run.num_experts, Capacity(**sizes), library)
 
 
-def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], tuple[float, float]]:
-    """Return a function that makes a number of pairs; it returns the seconds of all dispatches and all combines."""
+def _callers(comm: Communicator, run: HostRun, variant: str) -> tuple[_Caller, _Caller]:
+    """Return functions that make a number of pairs, and of pairs along a handle.
+
+    They return the seconds of all dispatches and of all combines.
+    """
     device = "cuda" if run.device == "cuda" else "cpu"
     x = torch.ones(run.num_tokens, run.hidden, dtype=torch.bfloat16, device=device)
     # Each rank's tokens go to all ranks equally, and no expert twice.
@@ -192,33 +203,60 @@ def _caller(comm: Communicator, run: HostRun, variant: str) -> Callable[[int], t
     weights = torch.ones(run.num_tokens, run.num_topk, dtype=torch.float32, device=device)
     num_pairs = run.num_ranks * run.num_tokens * run.num_topk
     static = StaticRows(num_pairs) if variant == "static" else None
+    handle = comm.dispatch(x, ids, weights, static=static).handle
+    values = x.new_ones(handle.num_rows, run.num_topk, dtype=torch.float32)
 
-    def call(num_calls: int) -> tuple[float, float]:
-        dispatch_s = combine_s = 0.0
-        for _ in range(num_calls):
-            begin = time.perf_counter()
-            sent = comm.dispatch(x, ids, weights, static=static)
-            middle = time.perf_counter()
-            comm.combine(sent.rows, sent.handle)
-            dispatch_s += middle - begin
-            combine_s += time.perf_counter() - middle
-        comm.synchronize()
-        return dispatch_s, combine_s
+    def dispatch() -> Dispatched:
+        return comm.dispatch(x, ids, weights, static=static)
 
-    return call
+    def combine(sent: Dispatched) -> None:
+        comm.combine(sent.rows, sent.handle)
+
+    def dispatch_again() -> tuple[torch.Tensor, ...]:
+        return comm.dispatch_again(x, handle)
+
+    def combine_all(rows: tuple[torch.Tensor, ...]) -> None:
+        comm.combine_all([*rows, values], handle)
+
+    return partial(_spent, comm, dispatch, combine), partial(_spent, comm, dispatch_again, combine_all)
+
+
+def _spent(
+    comm: Communicator, first: Callable[[], _Result], second: Callable[[_Result], None], num_calls: int
+) -> tuple[float, float]:
+    """Return the seconds of a number of first and of second calls, which take what the first ones return."""
+    first_s = second_s = 0.0
+    for _ in range(num_calls):
+        begin = time.perf_counter()
+        result = first()
+        middle = time.perf_counter()
+        second(result)
+        first_s += middle - begin
+        second_s += time.perf_counter() - middle
+    comm.synchronize()
+    return first_s, second_s
 
 
 def _time(comm: Communicator, run: HostRun, variant: str) -> dict[str, Any]:
     """Return the fields of ``HostTimes`` except those of steps: medians."""
-    call, rounds = _caller(comm, run, variant), []
-    call(run.num_calls)
-    for _ in range(_NUM_ROUNDS):
-        begin = time.perf_counter()
-        spent = call(run.num_calls)
-        rounds.append((time.perf_counter() - begin, *spent))
-    pair_s, dispatch_s, combine_s = sorted(rounds)[_NUM_ROUNDS // 2]
-    seconds = {"pair_us": pair_s, "dispatch_us": dispatch_s, "combine_us": combine_s}
-    return {"variant": variant, **{name: round(each / run.num_calls * 1e6, 1) for name, each in seconds.items()}}
+    seconds: list[float] = []
+    for call in _callers(comm, run, variant):
+        call(run.num_calls)
+        rounds = []
+        for _ in range(_NUM_ROUNDS):
+            begin = time.perf_counter()
+            spent = call(run.num_calls)
+            rounds.append((time.perf_counter() - begin, *spent))
+        seconds += sorted(rounds)[_NUM_ROUNDS // 2]
+    pair, dispatch, combine, _, dispatch_again, combine_all = (round(s / run.num_calls * 1e6, 1) for s in seconds)
+    return {
+        "variant": variant,
+        "pair_us": pair,
+        "dispatch_us": dispatch,
+        "combine_us": combine,
+        "dispatch_again_us": dispatch_again,
+        "combine_all_us": combine_all,
+    }
 
 
 def records_of(run: HostRun, ranks: list[list[HostTimes]]) -> list[HostRecord]:

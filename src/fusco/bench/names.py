@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
 STDOUT = Path("-")  # given as a file for JSON lines
 
-
-class Pattern(str, Enum):
-    """Traffic patterns: the destinations of tokens."""
-
-    TRACE = "trace"
-    UNIFORM = "uniform"
-    SINGLE_NODE = "single-node"
-    IMBALANCED = "imbalanced"
-    ZIPF = "zipf"
-    ONE_RANK = "one-rank"
-    ONE_EXPERT = "one-expert"
-    ONE_PROMPT = "one-prompt"
-    RAGGED = "ragged"
-
-
-REPLAYED = (Pattern.TRACE, Pattern.ONE_PROMPT, Pattern.RAGGED)  # routing of a trace; the last two are prefills
+# Traffic patterns: the destinations of tokens.
+Pattern = Literal[
+    "trace", "uniform", "single-node", "imbalanced", "zipf", "one-rank", "one-expert", "one-prompt", "ragged"
+]
+REPLAYED = ("trace", "one-prompt", "ragged")  # routing of a trace; the last two are prefills
 
 # Off-diagonal entries of a matrix: all equal; uniformly distributed from 1 to the largest; the k-th largest one
 # proportional to k ** -skew, in random places.

@@ -137,7 +137,7 @@ def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: 
     """Return the fields of a ``VariantRecord``."""
     return {
         "variant": variant,
-        "traffic": workload.pattern.value,
+        "traffic": workload.pattern,
         "nodes": workload.topology.num_nodes,
         "ranks_per_node": workload.topology.ranks_per_node,
         "batch": workload.batch.number if workload.batch else 0,

@@ -71,8 +71,7 @@ class ShuffleFactory(ExitStack):
         super().__init__()
         self.group, self.run = group, run
         self._launch = Launch(num_sms=run.num_sms)
-        self._communicators: dict[tuple[str, int], Communicator] = {}
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[object, Any] = {}
 
     def make(self, variant: str, workload: Workload, world: WorldInput) -> Shuffle:
         """Return the variant of this name, on this rank's part of the input of all ranks."""
@@ -84,8 +83,9 @@ class ShuffleFactory(ExitStack):
         """Return a communicator with the run's balancer and number of tokens, unless others are given."""
         run, shape = self.run, self.run.shape
         key = (balancer or run.balancer, max_tokens or shape.tokens)
-        if key not in self._communicators:
-            comm = Communicator(
+
+        def make() -> Communicator:
+            return Communicator(
                 self.group,
                 num_experts=shape.placement.num_experts,
                 num_topk=shape.num_topk,
@@ -97,14 +97,14 @@ class ShuffleFactory(ExitStack):
                 settings=run.settings,
                 device=run.device,
             )
-            self._communicators[key] = self.enter_context(comm)
-        return self._communicators[key]
 
-    def keep(self, variant: str, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
-        """Return what ``make`` makes for this variant's first workload; it serves those that follow, too."""
-        if variant not in self._kept:
-            self._kept[variant] = self.enter_context(make())
-        kept: _Kept = self._kept[variant]
+        return self.keep(key, make)
+
+    def keep(self, key: object, make: Callable[[], AbstractContextManager[_Kept]]) -> _Kept:
+        """Return what ``make`` has made for the first workload that asked for this; it serves those that follow."""
+        if key not in self._kept:
+            self._kept[key] = self.enter_context(make())
+        kept: _Kept = self._kept[key]
         return kept
 
     def by_communicator(

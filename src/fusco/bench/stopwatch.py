@@ -115,16 +115,17 @@ class RankTimer:
 
         One value for each of 3 to 20 repetitions, as many as fit in 0.2 s, after one that is not counted.
         """
-        loop_s = torch.tensor([self._host_times_ms(work, NUM_CALLS_IN_A_ROW, 1)[0] / 1e3], device=self._token.device)
+        loop_s = torch.tensor([self.host_times_ms(work, NUM_CALLS_IN_A_ROW, 1)[0] / 1e3], device=self._token.device)
         dist.all_reduce(loop_s, dist.ReduceOp.MAX, group=self._group)
         num_loops = min(_MAX_LOOPS, max(_MIN_LOOPS, int(_LOOPS_S / float(loop_s))))
-        return [each / NUM_CALLS_IN_A_ROW for each in self._host_times_ms(work, NUM_CALLS_IN_A_ROW, num_loops)]
+        return [each / NUM_CALLS_IN_A_ROW for each in self.host_times_ms(work, NUM_CALLS_IN_A_ROW, num_loops)]
 
     def idle_times_ms(self, work: Callable[[], object], num_iterations: int) -> list[float]:
         """Return the host's time for each call alone: from idle devices until the device has completed it."""
-        return self._host_times_ms(work, 1, _NUM_WARM_UPS + num_iterations)[_NUM_WARM_UPS:]
+        return self.host_times_ms(work, 1, _NUM_WARM_UPS + num_iterations)[_NUM_WARM_UPS:]
 
-    def _host_times_ms(self, work: Callable[[], object], num_calls: int, num_repeats: int) -> list[float]:
+    def host_times_ms(self, work: Callable[[], object], num_calls: int = 1, num_repeats: int = 1) -> list[float]:
+        """Return the host's times for a number of calls, each from idle devices until the device has completed them."""
         finish: Callable[[], None] = torch.cuda.synchronize if self._stopwatch.is_cuda else lambda: None
         times = []
         for _ in range(num_repeats):

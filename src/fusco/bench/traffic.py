@@ -110,15 +110,15 @@ class Workload:
         experts = self.placement.num_experts
         if self.num_topk > experts:
             raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
-        if self.pattern in (Pattern.SINGLE_NODE, Pattern.IMBALANCED):
+        if self.pattern in ("single-node", "imbalanced"):
             self._check_nodes()
-        if self.pattern is Pattern.ONE_RANK and self.num_topk > len(self.placement.rank_to_experts[0]):
+        if self.pattern == "one-rank" and self.num_topk > len(self.placement.rank_to_experts[0]):
             raise ValueError(f"{self.num_topk} experts per token do not fit on one rank, of {experts} in total")
         if self.pattern in REPLAYED:
             if self.trace is None:
-                raise ValueError(f"{self.pattern.value} traffic needs a trace")
-            if (self.batch is None) != (self.pattern is Pattern.TRACE):
-                raise ValueError(f"{self.pattern.value} traffic {'with' if self.batch else 'without'} a batch")
+                raise ValueError(f"{self.pattern} traffic needs a trace")
+            if (self.batch is None) != (self.pattern == "trace"):
+                raise ValueError(f"{self.pattern} traffic {'with' if self.batch else 'without'} a batch")
             self.trace.check(experts, self.num_topk)
 
     def _check_nodes(self) -> None:
@@ -129,7 +129,7 @@ class Workload:
             local, remote = node_to_num[node], self.placement.num_experts - node_to_num[node]
             if self.num_topk > local:
                 where = f"on one of {num_nodes} nodes: node {node} has {local}"
-            elif self.num_topk > remote and num_nodes > 1 and self.pattern is Pattern.IMBALANCED:
+            elif self.num_topk > remote and num_nodes > 1 and self.pattern == "imbalanced":
                 where = f"outside node {node}: the other nodes have {remote}"
             else:
                 continue
@@ -172,18 +172,18 @@ class Workload:
             wanted = first + np.arange(self.num_tokens(rank))
             return torch.from_numpy(self.trace.topk_idx[wanted % len(self.trace.topk_idx)])
         num_experts = self.placement.num_experts
-        if self.pattern is Pattern.ONE_EXPERT:
+        if self.pattern == "one-expert":
             none = torch.full((self.tokens, self.num_topk), -1, device="cpu")
             return none.index_fill_(1, torch.tensor([0], device="cpu"), 0)
-        if self.pattern is Pattern.ZIPF:
+        if self.pattern == "zipf":
             # Gumbel's trick draws without replacement, by a popularity of 1 / (expert + 1).
             gumbel = -_uniform((self.tokens, num_experts), generator).log().neg().log()
             popularity = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
             return (gumbel - popularity).topk(self.num_topk, dim=1).indices
         is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool, device="cpu")
-        if self.pattern is Pattern.ONE_RANK:
+        if self.pattern == "one-rank":
             is_allowed &= torch.tensor(self.placement.expert_to_rank, device="cpu") == 0
-        elif self.pattern is not Pattern.UNIFORM:
+        elif self.pattern != "uniform":
             expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
             is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
         scores = _uniform(is_allowed.shape, generator).masked_fill_(~is_allowed, -1.0)
@@ -193,7 +193,7 @@ class Workload:
         """Return the nodes that each token may go to, bool (tokens, num_nodes)."""
         num_nodes, local_node = self.topology.num_nodes, self.topology.rank_to_node[rank]
         nodes = torch.arange(num_nodes, device="cpu")
-        if self.pattern is Pattern.SINGLE_NODE:
+        if self.pattern == "single-node":
             return torch.randint(num_nodes, (self.tokens, 1), generator=generator, device="cpu") == nodes
         # Imbalanced: the rank's load is the share of its tokens that leave the node.
         load = np.random.default_rng([self.seed, rank]).beta(_BIMODAL, _BIMODAL) if num_nodes > 1 else 0.0

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from fusco.bench.json_lines import write_json_lines
-from fusco.bench.names import ExchangeMatrix, Pattern
+from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, run_on_ranks
@@ -109,7 +109,7 @@ def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
     num_experts, world_size = routing.num_experts, topology.world_size
     owners = [expert * world_size // num_experts for expert in range(num_experts)]
     return Workload(
-        pattern=Pattern.TRACE,
+        pattern="trace",
         topology=topology,
         placement=ExpertPlacement.explicit(owners, world_size),
         tokens=routing.tokens,

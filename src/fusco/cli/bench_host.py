@@ -34,6 +34,8 @@ def host(
 ) -> None:
     """Time a dispatch and a combine on the host: exactly sized and into static rows, with a budget by step.
 
+    Also a dispatch along a handle, and a combine_all of rows and a weight for each of their k.
+
     With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
     from a run of their own, and include the clocks that are read around each.
     """
@@ -75,9 +77,9 @@ def _table(records: list[HostRecord]) -> Table:
     )
     columns = ("", *(f"{record.variant}\n{_ranks(record)}" for record in records))
     table = new_table(title, columns, [describe_origin(one, 1)])
-    for name in ("dispatch", "combine", "pair"):
+    for name in ("dispatch", "combine", "pair", "dispatch_again", "combine_all"):
         cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
-        table.add_row(name, *cells, end_section=name == "pair")
+        table.add_row(name, *cells, end_section=name in ("pair", "combine_all"))
     for step in (step for step in one.step_us if any(record.step_us[step] for record in records)):
         table.add_row(step, *(f"{record.step_us[step]:.1f}" for record in records))
     return table

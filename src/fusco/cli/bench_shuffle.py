@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ def _defaults(device: str, num_nodes: int) -> str:
 def shuffle(
     *,
     place: PlaceOptions,
-    traffic: options.Patterns = (names.Pattern.TRACE.value,),  # type: ignore[assignment]  # typer makes a list of it
+    traffic: options.Patterns = ("trace",),  # type: ignore[assignment]  # typer makes a list of it
     workload: options.WorkloadOptions,
     batches: options.Batches = 1,
     balancer: Annotated[
@@ -94,7 +94,7 @@ def shuffle(
     from fusco.planner.balancer import DEFAULT_BALANCERS
 
     topology, device = place.topology(), place.device
-    patterns = [names.Pattern(name) for name in options.choose_names(traffic, list(names.Pattern), "traffic")]
+    patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
@@ -160,26 +160,24 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:
     """Return the records of a run, and the function that prints those of a workload."""
-    if run.device == "cpu":
-        from fusco.bench.results import summarize
-        from fusco.cli.cpu_tables import print_cpu_records
-
-        return summarize(run, ranks), print_cpu_records
     from fusco.bench.device_results import summarize_device, summarize_internode
-    from fusco.cli.device_tables import print_device_records, print_internode_records
+    from fusco.bench.results import summarize
+    from fusco.cli import shuffle_tables as tables
     from fusco.ranks.torchrun import launched
 
+    if run.device == "cpu":
+        return summarize(run, ranks), tables.print_cpu_records
     if not run.has_nodes:
-        return summarize_device(run, ranks), print_device_records
+        return summarize_device(run, ranks), tables.print_device_records
     emulation = "" if launched() else describe_emulation(run.topology, os.environ)
-    return summarize_internode(run, ranks, emulation), print_internode_records
+    return summarize_internode(run, ranks, emulation), tables.print_internode_records
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
     from fusco.bench.environment import commit
 
     for i, workload in enumerate(run.workloads):
-        traffic = workload.pattern.value
+        traffic = workload.pattern
         target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
         about = {
             "what": f"one dispatch and combine of {recorded_variant(run.variants)}",

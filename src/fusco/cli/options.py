@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
@@ -81,7 +81,7 @@ Patterns = Annotated[
     list[str],
     typer.Option(
         "--traffic",
-        metavar="[" + "|".join(names.Pattern) + "],...",
+        metavar="[" + "|".join(get_args(names.Pattern)) + "],...",
         help="Traffic patterns (FUSCO, section 5.2); several with commas, or repeated, run on the same ranks.",
     ),
 ]
@@ -172,7 +172,7 @@ class WorkloadOptions(RoutingOptions):
     ) -> tuple[Workload, ...]:
         """Return a workload for each pattern, and batch of a prefill; ``ValueError`` if options do not fit together."""
         if not set(patterns) & set(names.REPLAYED):
-            self.check_no_trace("--traffic", [pattern.value for pattern in patterns])
+            self.check_no_trace("--traffic", patterns)
         world_size = topology.world_size
         if self.num_experts % world_size:
             raise ValueError(
@@ -190,8 +190,8 @@ class WorkloadOptions(RoutingOptions):
 
         world_size, is_replayed = topology.world_size, pattern in names.REPLAYED
         batches: list[Any] = [None]
-        if pattern in (names.Pattern.ONE_PROMPT, names.Pattern.RAGGED):
-            batches = draw_batches(pattern.value, num_batches, self.tokens, world_size, self.seed)
+        if pattern in get_args(names.Prefill):
+            batches = draw_batches(cast("names.Prefill", pattern), num_batches, self.tokens, world_size, self.seed)
         return [
             Workload(
                 pattern=pattern,

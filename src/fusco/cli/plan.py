@@ -29,7 +29,7 @@ def plan(
     *,
     nodes: options.Nodes = 2,
     ranks_per_node: options.RanksPerNode = 4,
-    traffic: options.Pattern = names.Pattern.IMBALANCED,
+    traffic: options.Pattern = "imbalanced",
     workload: options.WorkloadOptions,
     balancer: options.Balancer = "lanes",
     shuffle: Annotated[

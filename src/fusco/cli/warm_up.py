@@ -36,8 +36,8 @@ def warm_up(
     """Compile kernels and cache them on disk, for example while a container image is built.
 
     All CPU kernels are compiled. CUDA kernels are compiled for one shape (--ranks-per-node, --hidden, --num-topk,
-    --dtype), those of dispatch and combine within a node; call it again for other shapes. It needs no GPU, only
-    cuda-core.
+    --dtype) and any number of tokens, those of dispatch and combine within a node; call it again for other shapes. It
+    needs no GPU, only cuda-core.
 
     Kernels are cached in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image for several users sets it to a folder
     that all can read; it need not be writable.

@@ -159,6 +159,11 @@ class Lanes:
         """Rows that each rank receives from other nodes, int64 (world_size,)."""
         return self._rows_by(self.runs.forwarder)
 
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows that the busiest rank sends to other nodes, or receives from them."""
+        return int(max(self.sent_rows.max(), self.received_rows.max()))
+
     def _rows_by(self, rank: IntArray) -> IntArray:
         counts = np.zeros(self.topology.world_size, np.int64)
         np.add.at(counts, rank, self.runs.num_rows)

@@ -11,6 +11,8 @@ import torch
 
 from fusco.core.integers import check_integer
 
+_MAX_EXPERTS = 1 << 20  # far more than models have; tables of experts are made entry by entry
+
 
 @dataclass(frozen=True)
 class ExpertPlacement:
@@ -31,7 +33,7 @@ class ExpertPlacement:
     @classmethod
     def contiguous(cls, num_experts: int, world_size: int) -> ExpertPlacement:
         """Give each rank equally many consecutive experts; ``ValueError`` if that is impossible."""
-        check_integer("num_experts", num_experts, least=1)
+        check_integer("num_experts", num_experts, least=1, most=_MAX_EXPERTS)
         check_integer("world_size", world_size, least=1)
         if num_experts % world_size:
             raise ValueError(
@@ -63,7 +65,7 @@ class ExpertPlacement:
     @classmethod
     def of(cls, num_experts: int, expert_to_rank: Sequence[int] | None, world_size: int) -> ExpertPlacement:
         """Return ``explicit`` if ``expert_to_rank`` is given, for ``num_experts`` experts; else ``contiguous``."""
-        check_integer("num_experts", num_experts, least=1)
+        check_integer("num_experts", num_experts, least=1, most=_MAX_EXPERTS)
         if expert_to_rank is None:
             return cls.contiguous(num_experts, world_size)
         placement = cls.explicit(expert_to_rank, world_size)
@@ -87,7 +89,8 @@ class ExpertPlacement:
     @cached_property
     def expert_to_local(self) -> tuple[int, ...]:
         """Each expert's index among the experts of its rank."""
-        return tuple(self.rank_to_experts[rank].index(e) for e, rank in enumerate(self.expert_to_rank))
+        local = {expert: i for experts in self.rank_to_experts for i, expert in enumerate(experts)}
+        return tuple(local[expert] for expert in range(self.num_experts))
 
     def local_index_table(self, rank: int, device: torch.device) -> torch.Tensor:
         """Return a table from expert id to index among the experts of ``rank``, -1 for experts of other ranks.

@@ -191,10 +191,10 @@ class FoldSums:
     def _finish_local(self, chunk: RowChunk, sums: torch.Tensor) -> bool:
         plan, memory = self._plan, self._memory
         first_row = plan.routing.src_to_first_row[plan.rank]
-        tokens = torch.tensor([chunk.first - first_row, chunk.end - first_row], device="cpu")
+        tokens = chunk.first - first_row, chunk.end - first_row
         found, self._missing = [], None
         for run in self._returning:
-            first, end = torch.searchsorted(run.tokens, tokens).tolist()
+            first, end = torch.searchsorted(run.tokens, torch.tensor(tokens, device="cpu")).tolist()
             if first < end:
                 num_needed = run.num_chunks_before - (-end // self._rows_per_chunk)
                 value = memory.layout.tag(self._call.sequence_number, num_needed)
@@ -215,6 +215,8 @@ class FoldSums:
     def _returning_runs(self) -> list[ReturningRun]:
         plan, memory = self._plan, self._memory
         lanes = plan.rank_lanes
+        if not len(lanes.own.src):
+            return []
         tables = (*lanes.own, lanes.own_places, lanes.own_chunks(self._rows_per_chunk))
         return [
             ReturningRun(

@@ -194,6 +194,8 @@ class ScatterRows:
         own.pool[:] = memory.pools
         own.first_row[:] = first_row[ranks]
         own.is_of_peer[:] = ranks != memory.rank
+        if not len(holder):
+            return table
         of_runs = SourceRows(*table[num_own:].T)
         if attached is None:
             chunks = chunks_before(runs, runs.carrier * plan.topology.world_size + runs.forwarder, rows_per_slice)

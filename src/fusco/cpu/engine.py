@@ -59,6 +59,7 @@ from fusco.engine.published_rows import PublishedRows
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.rank_links import lane_links
 from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
@@ -94,6 +95,9 @@ class CpuEngine:
             self._exchanges = Exchanges(self._memory, self._transport, self._private)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._counterparts = Groups.of_same_local_rank(config.topology)
+            self._no_lanes = RankLanes(
+                self._rank, Lanes.of_groups(self._counterparts, [[0]] * config.topology.world_size)
+            )
             # Other balancers are the caller's choice of who sends, and stages of when.
             is_small = self._layout.control.attachment_bytes > 0 and config.settings.slice_order != "staged"
             self._can_attach = is_small and isinstance(self._transport, TcpTransport)
@@ -107,6 +111,11 @@ class CpuEngine:
     @property
     def topology(self) -> Topology:
         return self._topology
+
+    @property
+    def _is_one_node(self) -> bool:
+        """True if nothing crosses between nodes: a balancer has nothing to choose then."""
+        return self._topology.num_nodes == 1
 
     @property
     def is_asynchronous(self) -> bool:
@@ -157,6 +166,8 @@ class CpuEngine:
         stages: tuple[SendingStage, ...] = ()
         if attachments:
             lanes = Lanes.of_groups(self._counterparts, num_tokens_to_node)
+        elif self._is_one_node:
+            lanes = self._no_lanes.lanes
         else:
             traffic = Traffic.from_counts(self._topology, num_tokens_to_node, self._layout.rank_links)
             lanes = agreed_lanes(call, request.balancer, traffic, self._layout.max_crossing_rows)
@@ -164,7 +175,7 @@ class CpuEngine:
                 stages = plan_stages(traffic, self._topology.rank_to_node[self._rank])
         for rank, node in enumerate(self._topology.rank_to_node):
             num_tokens_to_node[rank][node] = counts[rank].num_tokens
-        if attachments:
+        if attachments or self._is_one_node:
             routing = exchange.collect(num_tokens_to_node, request.routing, attachments)
         else:
             routing = exchange.exchange(
@@ -177,7 +188,7 @@ class CpuEngine:
         return CpuPlan(
             rank=rank,
             placement=placement,
-            lanes=lanes,
+            rank_lanes=self._no_lanes if self._is_one_node else RankLanes(rank, lanes),
             forwarding=forwarding,
             routing=routing,
             distribution=pairs.distribution,
@@ -211,7 +222,7 @@ class CpuEngine:
                     output[plan.distribution.padding_slots] = 0
             attached = attachments.rows(np.diff(plan.routing.src_to_first_row)) if attachments else None
             scatter = ScatterRows(plan, memory, call.sequence_number, as_bytes_out, attached, call.profile)
-            crossing = [] if attachments else self._crossing_tasks(plan, bytes_per_token, call)
+            crossing = [] if attachments or self._is_one_node else self._crossing_tasks(plan, bytes_per_token, call)
             self._run([*crossing, scatter], scatter.awaited)
         return outputs
 
@@ -233,7 +244,9 @@ class CpuEngine:
             rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
             chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
             carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
-            returned = self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)
+            returned: list[Task] = []
+            if not self._is_one_node:
+                returned = [self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)]
             out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
             fold = FoldSums(
                 plan=plan,
@@ -248,7 +261,7 @@ class CpuEngine:
                 call=call,
             )
             produce = ProducePartialSums(self._memory, terms, chunks)
-            self._run([produce, fold, returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
+            self._run([produce, fold, *returned], lambda: np.concatenate((produce.awaited(), fold.awaited())))
         return out
 
     def prepare_shuffle(self, request: ShuffleRequest, call: Call) -> Pending[None]:

@@ -29,9 +29,9 @@ class CpuPlan(DispatchPlan):
 
         All flows of a rank end together, but for a slice of each (``in_proportion``).
         """
-        busiest = max(self.lanes.sent_rows.max(), self.lanes.received_rows.max())
+        busiest = self.lanes.most_rows
         least = rows_per_slot // _MAX_SLICES_PER_SLOT
-        return max(1, least, min(int(busiest) // _SLICES_PER_RANK, rows_per_slot))
+        return max(1, least, min(busiest // _SLICES_PER_RANK, rows_per_slot))
 
     @cached_property
     def src_to_forwarding(self) -> dict[int, NodeForwarding]:

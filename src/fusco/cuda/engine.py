@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -203,33 +203,34 @@ class CudaEngine:
         return Pending(pending.counts, run)
 
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        launch, order = request.launch, self._order
-
-        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-            stream, context = order.enter(launch, *request.payloads, held=request.plan)
-            with call.profile.spend("wire"):
-                rows: list[torch.Tensor] = inside(context, self._shuffle.redispatch, request, call, stream)
-            if launch.own_stream or launch.event:
-                order.hand_over(rows, launch, stream)
-            elif self._repeated_calls and request.known:
-                self._repeated_calls.keep_redispatch(request)
-            return rows
-
-        return Pending((), run)
+        move, keep = self._shuffle.redispatch, lambda calls: calls.keep_redispatch(request)
+        return self._along_plan(request, request.payloads, move, keep, call)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
+        move, keep = self._shuffle.combine, lambda calls: calls.keep_combine(request)
+        return self._along_plan(request, request.rows, move, keep, call)
+
+    def _along_plan(
+        self,
+        request: RedispatchRequest[DevicePlan] | CombineRequest[DevicePlan],
+        rows: Sequence[torch.Tensor],
+        move: Callable[..., list[torch.Tensor]],
+        keep: Callable[[RepeatedCalls], None],
+        call: Call,
+    ) -> Pending[list[torch.Tensor]]:
+        """Return a call along a plan; ``keep`` prepares to repeat it, if it was made before."""
         launch, order = request.launch, self._order
 
         def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             begin = perf_counter()
-            stream, context = order.enter(launch, *request.rows, held=request.plan)
-            sums = inside(context, self._shuffle.combine, request, call, stream)
+            stream, context = order.enter(launch, *rows, held=request.plan)
+            outputs: list[torch.Tensor] = inside(context, move, request, call, stream)
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
-                order.hand_over(sums, launch, stream)
+                order.hand_over(outputs, launch, stream)
             elif self._repeated_calls and request.known:
-                self._repeated_calls.keep_combine(request)
-            return sums
+                keep(self._repeated_calls)
+            return outputs
 
         return Pending((), run)
 

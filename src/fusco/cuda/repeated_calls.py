@@ -140,11 +140,6 @@ def of_plan(plan: DevicePlan) -> tuple[object, ...]:
     return plan.first_row, plan.tables.shape, plan.stream
 
 
-def counts_of(plan: DevicePlan) -> list[tuple[int]]:
-    """Return the counts that all ranks of a node publish for a dispatch."""
-    return [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
-
-
 def or_none(allocate: Callable[..., _Memory], *sizes: Any) -> _Memory | None:
     """Return new memory, or ``None`` if there is none: then the call is not repeated, and fails on all ranks."""
     try:
@@ -211,7 +206,8 @@ class RepeatedDispatch(Repeated):
         Its output has ``num_slots`` rows before it is narrowed; with ``None`` it is made once the size is known.
         """
         assert request.known is not None
-        record = calls.record(request.known.fingerprint, counts_of(plan))
+        counts = [(plan.num_rows_of(src),) for src in range(len(plan.first_row) - 1)]
+        record = calls.record(request.known.fingerprint, counts)
         super().__init__(calls, request.launch, record, launched[1].grid)
         self._keep(calls, request, plan, num_slots)
         shape = plan.tables.shape
@@ -312,12 +308,11 @@ class RepeatedOfPlan(Repeated):
         self,
         calls: RepeatedCalls,
         request: RedispatchRequest[Any] | CombineRequest[Any],
-        counts: Sequence[Sequence[int]],
         launched: Sequence[PreparedLaunch],
     ) -> None:
-        """Keep what later calls have in common with the launched one; ``counts`` are those of all ranks."""
+        """Keep what later calls have in common with the launched one."""
         assert request.known is not None
-        record = calls.record(request.known.fingerprint, counts)
+        record = calls.record(request.known.fingerprint, [()] * calls.context.topology.world_size)
         super().__init__(calls, request.launch, record, max(each.grid for each in launched))
         self._of_plan = of_plan(request.plan)
         self._num_rows: int | None = None  # of an output; ``None`` for the slots of the plan
@@ -362,7 +357,7 @@ class RepeatedRedispatch(RepeatedOfPlan):
     ) -> None:
         """Prepare the dispatch that has just been launched."""
         plan, payloads = request.plan, request.payloads
-        super().__init__(calls, request, counts_of(plan), launched)
+        super().__init__(calls, request, launched)
         self._keep_rows(payloads)
         memory, num_slots, rows, outputs = _indices_of(len(payloads))
         fields = [Field("rows", row, entry=payload) for payload, row in enumerate(rows)]
@@ -379,7 +374,7 @@ class RepeatedCombine(RepeatedOfPlan):
     ) -> None:
         """Prepare the combine that has just been launched."""
         plan, is_weighted = request.plan, request.is_weighted
-        super().__init__(calls, request, [()] * (len(plan.first_row) - 1), launched)
+        super().__init__(calls, request, launched)
         self._keep_rows(request.rows)
         self._num_rows = plan.num_tokens
         memory, _, *indices = _indices_of(len(request.rows))

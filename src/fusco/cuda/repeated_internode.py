@@ -264,7 +264,7 @@ class RepeatedInternodeCombine(RepeatedOfPlan):
     ) -> None:
         """Prepare the combine that has just been launched."""
         plan, (rows,) = request.plan, request.rows
-        super().__init__(calls, request, [()] * plan.traffic.lanes.topology.world_size, latest.sums)
+        super().__init__(calls, request, latest.sums)
         self._traffic, self._network, self._events = plan.traffic, calls.network, SpareEvents()
         self._num_tokens, self._hidden = plan.num_tokens, rows.shape[1]
         self._out = (self._num_tokens, self._hidden), (self._hidden, 1), rows.dtype

@@ -69,6 +69,9 @@ SCATTER_UNROLL = 8  # vectors in flight per lane. 8192 tokens: 4 and 14 were slo
 ROWS_FOR_ALL_WARPS = 12_000
 MAX_PARTS = 4  # warps that share a row
 _SMALL, _MIDDLE, _EARLY = 1024, 2048, 4096  # rows on a node: up to 512 tokens on each of 2 ranks, 1024, and 2048
+# Numbers of rows that between them have all launch shapes, for warm-up. Those of the last are streamed, whatever their
+# size.
+ROWS_OF_EACH_SHAPE = (64, _MIDDLE, 1 << 27)
 
 
 def plan_shape(num_pairs: int) -> tuple[int, int]:

@@ -84,18 +84,18 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _check(path: Path, state: dict[str, Any]) -> set[str]:
-    """Return the names of parameters without optimizer state in a checkpoint; all else must be in it."""
+    """Return the names of parameters without optimizer state in a checkpoint; all else must be the same in both."""
     if not (path / ".metadata").exists():
         raise ValueError(f"{path} has no .metadata: save_checkpoint did not write it")
     try:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     except Exception as error:  # any error must reach the other ranks
         raise ValueError(f"{path}/.metadata cannot be read: {error!r}") from error
-    missing = {f"model.{name}" for name in state["model"]} - saved
-    if missing:
-        raise ValueError(
-            f"{len(missing)} weights of the model are not in {path}, such as {min(missing).removeprefix('model.')}"
-        )
+    names, saved_names = set(state["model"]), {key.removeprefix("model.") for key in saved if key.startswith("model.")}
+    if missing := names - saved_names:
+        raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
+    if unknown := saved_names - names:
+        raise ValueError(f"{len(unknown)} weights in {path} are not in the model, such as {min(unknown)}")
     if "optimizer" not in state:
         return set()
     of_optimizer = [key.removeprefix("optimizer.") for key in saved if key.startswith("optimizer.")]

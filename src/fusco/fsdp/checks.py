@@ -1,4 +1,4 @@
-"""Checks before a model is distributed: on all ranks together, of ties, and of equal weights."""
+"""Checks before a model is distributed: on all ranks together, of its parameters, and of equal weights."""
 
 from __future__ import annotations
 
@@ -32,15 +32,17 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
     return cast("_Checked", checked)
 
 
-def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
-    """Raise ``ValueError``, with both names, for a parameter that is in several modules that FSDP wraps separately.
+def check_parameters(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
+    """Raise ``ValueError``, with its name, for a parameter that FSDP cannot shard, or shards more than once.
 
-    FSDP shards it once for each of them; each copy is then trained and saved separately. Within one module, such as
-    embeddings and output weights of the root, it stays one parameter. The root ``model`` is not sharded yet.
+    FSDP shards a parameter once for each module that it wraps; each copy is then trained and saved separately. Within
+    one module, such as embeddings and output weights of the root, it stays one parameter. What it refuses, it refuses
+    when experts are distributed already, or in the first forward pass. The root ``model`` is not sharded yet.
     """
     units = set(wrapped)
     first: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     innermost: dict[str, nn.Module] = {}
+    unit_to_trained: dict[nn.Module, tuple[str, torch.dtype]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         enclosing = innermost.get(prefix.rpartition(".")[0], model)
         innermost[prefix] = unit = module if module in units else enclosing
@@ -52,6 +54,26 @@ def check_ties(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
                     f"{known} and {name} are one parameter, but FSDP shards their modules separately, which would "
                     f"train two copies: untie them, or parallelize one of these modules alone"
                 )
+            _check_layout(name, parameter)
+            trained, dtype = unit_to_trained.get(unit, (name, parameter.dtype))
+            if parameter.requires_grad:
+                unit_to_trained[unit] = trained, dtype
+                if dtype != parameter.dtype:
+                    raise ValueError(
+                        f"{trained} is {dtype} and {name} is {parameter.dtype}, but FSDP needs one dtype of all "
+                        f"parameters that it trains in a {type(unit).__name__}: cast the model (model.to(dtype); "
+                        f"Sharding(mixed_precision=...) chooses the dtype to compute in), or freeze the others"
+                    )
+
+
+def _check_layout(name: str, parameter: nn.Parameter) -> None:
+    if not parameter.ndim:
+        raise ValueError(f"{name} has no dimension for FSDP to shard: give it the shape (1,)")
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"{name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, but FSDP shards contiguous "
+            f"parameters only: set its .data to its .data.contiguous()"
+        )
 
 
 def check_equal_weights(model: nn.Module, device_type: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +14,11 @@ from fusco.fsdp.resharding import is_whole_copy
 
 
 def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their norm is at most ``max_norm``; a collective of all ranks.
 
@@ -23,7 +26,7 @@ def clip_grad_norm_(
     gradients count as zero; ranks may miss different ones.
 
     Args:
-        parameters: of a parallelized model, the same ones on all ranks.
+        parameters: of a parallelized model, the same ones on all ranks; or one of them.
         max_norm: the largest norm allowed.
         norm_type: which p-norm; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise ``RuntimeError``, on all ranks, if the norm is infinite or not a number.
@@ -35,7 +38,7 @@ def clip_grad_norm_(
         RuntimeError: see ``error_if_nonfinite``.
         ValueError: as ``grad_norm``.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = grad_norm(parameters, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -49,7 +52,7 @@ def clip_grad_norm_(
     return norm
 
 
-def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of all ranks together, as ``clip_grad_norm_`` does; a collective.
 
     Raises:
@@ -58,7 +61,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}")
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     num_whole = sum(map(is_whole_copy, parameters))
     if num_whole:
         raise ValueError(
@@ -66,7 +69,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
             f"without its backward pass: evaluate in torch.no_grad(), after which they are sharded again"
         )
     # Meshes are taken from parameters, in their order, so that ranks agree even if some gradients are missing.
-    mesh_to_parameters: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[nn.Parameter]] = {}
+    mesh_to_parameters: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
     for parameter in parameters:
         mesh_to_parameters.setdefault(_where(parameter), []).append(parameter)
     totals = []
@@ -83,7 +86,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> tor
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
-def _where(parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+def _where(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
     """Return a parameter's mesh, and the mesh dimensions along which it is sharded."""
     if not isinstance(parameter, DTensor):
         return None, ()
@@ -91,7 +94,7 @@ def _where(parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[int, ...]]
     return parameter.device_mesh, tuple(sharded)
 
 
-def _local_total(parameters: list[nn.Parameter], norm_type: float) -> torch.Tensor:
+def _local_total(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the sum of p-th powers of this rank's gradients (their maximum, if p is infinite), in float64."""
     local = parameters[0]
     device = local.to_local().device if isinstance(local, DTensor) else local.device
@@ -106,6 +109,6 @@ def _local_total(parameters: list[nn.Parameter], norm_type: float) -> torch.Tens
 
 
 @torch.no_grad()
-def _local_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+def _local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad

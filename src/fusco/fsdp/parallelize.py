@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
-from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_ties
+from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
@@ -51,8 +51,8 @@ def parallelize(
         ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
             of another group, a model without experts or already parallelized, experts that are wrapped by an adapter
             or do not compute what ``Experts.run`` computes, a number of experts that ``ep_size`` does not divide, a
-            parameter or a container that cannot be sharded, a parameter that blocks share, or weights that differ
-            between ranks.
+            parameter or a container that cannot be sharded, trainable parameters of several dtypes in a block, a
+            parameter that blocks share, or weights that differ between ranks.
     """
     settled = sharding or Sharding()
 
@@ -91,7 +91,7 @@ def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Exp
         _check_shape(experts, mesh, sharding.expert_dim)
     check_formulas(found)
     blocks = [unit.block for unit in find_units(model, found)]
-    check_ties(model, (*blocks, *(experts.module for experts in found)))
+    check_parameters(model, (*blocks, *(experts.module for experts in found)))
     for module in (model, *blocks):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(

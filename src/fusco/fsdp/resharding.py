@@ -28,7 +28,7 @@ def reshard_after_evaluation(model: nn.Module) -> None:
     model.register_forward_hook(hooks.after)
 
 
-def is_whole_copy(parameter: nn.Parameter) -> bool:
+def is_whole_copy(parameter: torch.Tensor) -> bool:
     """Return whether this is the whole copy of a sharded parameter, as between forward and backward pass."""
     return getattr(parameter, _MARK, False)
 

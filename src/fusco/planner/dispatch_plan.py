@@ -26,11 +26,16 @@ class DispatchPlan:
 
     rank: int
     placement: ExpertPlacement
-    lanes: Lanes
+    rank_lanes: RankLanes  # lanes, from the view of this rank
     forwarding: NodeForwarding
     routing: NodeRouting
     distribution: ExpertDistribution
     sending_stages: tuple[SendingStage, ...] = ()
+
+    @property
+    def lanes(self) -> Lanes:
+        """Lanes between nodes."""
+        return self.rank_lanes.lanes
 
     @property
     def topology(self) -> Topology:
@@ -41,11 +46,6 @@ class DispatchPlan:
     def node(self) -> int:
         """This rank's node."""
         return self.topology.rank_to_node[self.rank]
-
-    @cached_property
-    def rank_lanes(self) -> RankLanes:
-        """Lanes, from the view of this rank."""
-        return RankLanes(self.rank, self.lanes)
 
     @property
     def num_tokens(self) -> int:

@@ -13,6 +13,7 @@ from fusco.planner.balancer import Balancer
 from fusco.planner.dispatch_plan import DispatchPlan
 from fusco.planner.distribution import NodeRouting, distribute
 from fusco.planner.forwarding import NodeForwarding, plan_forwarding
+from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.routing import Routing
 from fusco.planner.traffic import Traffic
 
@@ -63,7 +64,7 @@ def plan_world(
         plan = DispatchPlan(
             rank=rank,
             placement=placement,
-            lanes=lanes,
+            rank_lanes=RankLanes(rank, lanes),
             forwarding=forwardings[rank],
             routing=nodes[node],
             distribution=distribute(nodes[node], placement, rank, expert_alignment),

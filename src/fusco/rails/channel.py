@@ -56,7 +56,8 @@ class Channel:
     def isend(self, buffer: Any, on_done: Callable[[BaseException | None], None] | None = None) -> Request:
         """Send a buffer or a contiguous CPU tensor; its memory must not change until the request is done.
 
-        ``on_done`` is then called in the endpoint's thread, with the error if there is one.
+        ``on_done`` is then called in the endpoint's thread, with the error if there is one. If it raises, the endpoint
+        fails.
 
         Raises:
             TypeError, ValueError: for anything else.
@@ -397,4 +398,5 @@ class Channel:
         reason = f"worker {self.peer} did not take part within {limit_s:g} s; {self._failures}"
         error = self._failures.error(reason, request)
         self._host.loop.post(lambda: self.fail(error))
+        self._host.loop.wait(self.closed, CLOSING_S)  # until then bytes may arrive in the caller's memory
         return error

@@ -66,4 +66,7 @@ class Request:
         self._num_bytes, self._error, self.finished_s = num_bytes, error, time.monotonic()
         self._finished.release()
         if self._on_done:
-            self._on_done(error)
+            try:
+                self._on_done(error)
+            except Exception as raised:
+                raise RuntimeError(f"on_done of {self.verb} #{self.seq} raised {raised!r}") from raised

@@ -145,7 +145,7 @@ class LocalWorld:
         try:
             if self._pipes[rank].poll():
                 return self._pipes[rank].recv()  # type: ignore[no-any-return]
-        except EOFError:
+        except (EOFError, OSError):  # the latter if it had not read everything, or was writing
             has_ended = True
         return (False, self._death(rank)) if has_ended else None
 

@@ -116,22 +116,14 @@ def schedule_us(schedule: Schedule, links: Links) -> float:
     num_ranks, stages = schedule.topology.world_size, schedule.stages
     crossed_us = _within_us(schedule.balancing, num_ranks, links)
     within_us = crossed_us + _within_us(schedule.local, num_ranks, links)
-    redistribution_us = _redistribution_us(schedule, links)
     longest_lane = -(-stages.duration_bytes // schedule.topology.ranks_per_node)
-    for lane_bytes, stage_redistribution_us in zip(longest_lane.tolist(), redistribution_us, strict=True):
+    first = np.searchsorted(schedule.redistribution.stage, np.arange(stages.num_stages + 1))  # it is in order of stages
+    for stage, lane_bytes in enumerate(longest_lane.tolist()):
+        arrived = schedule.redistribution.select(np.arange(first[stage], first[stage + 1]))
         crossed_us += links.latency_us + links.internode_us(lane_bytes)
-        within_us = max(within_us, crossed_us) + stage_redistribution_us
+        within_us = max(within_us, crossed_us) + _within_us(arrived, num_ranks, links)
     return max(crossed_us, within_us)
 
 
 def _within_us(transfers: Transfers, num_ranks: int, links: Links) -> float:
     return links.intranode_us(int(transfers.load(num_ranks).max(initial=0)))
-
-
-def _redistribution_us(schedule: Schedule, links: Links) -> list[float]:
-    """Return for each stage the time of what the busiest rank sends or receives within its node."""
-    transfers, num_ranks = schedule.redistribution, schedule.topology.world_size
-    loads = np.zeros((2, schedule.stages.num_stages, num_ranks), np.int64)
-    np.add.at(loads[0], (transfers.stage, transfers.from_rank), transfers.num_bytes)
-    np.add.at(loads[1], (transfers.stage, transfers.to_rank), transfers.num_bytes)
-    return [links.intranode_us(size) for size in loads.max(axis=(0, 2)).tolist()]

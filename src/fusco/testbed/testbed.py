@@ -102,6 +102,8 @@ class Testbed:
     def namespaces(self, host: int, local_rank: int = 0) -> Namespaces:
         """Return what a process needs to move itself to a host; it can be pickled."""
         self._check(host, 0)
+        if not 0 <= local_rank < self.layout.ranks_per_host:
+            raise ValueError(f"local rank {local_rank}: a host of this testbed has {self.layout.ranks_per_host}")
         return self._namespaces[host][local_rank]
 
     def spawn(

@@ -16,8 +16,8 @@ from fusco.bench.device_shuffle import DeviceResult, DeviceTimes
 from fusco.bench.json_lines import write_json_lines
 from fusco.bench.links import DevicePeaks, InternodePeaks
 from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Pattern, Trace
-from fusco.cli.device_tables import print_device_records, print_internode_records
+from fusco.bench.traffic import Trace
+from fusco.cli.shuffle_tables import print_device_records, print_internode_records
 from fusco.core.profile import CallProfile
 
 # Two ranks, a node each: rank 0 sends two rows, rank 1 one row; expert 0 is rank 0's.
@@ -27,7 +27,7 @@ PEAKS = DevicePeaks(local_gbs=4000.0, internode=InternodePeaks(paired_gbs=5.0, s
 
 def run_of(num_nodes, variants):
     # Rows of 25 kB: 4 microseconds at the better peak.
-    load = workload(Pattern.TRACE, num_nodes, 2 // num_nodes, num_experts=2, hidden=12500, trace=TRACE)
+    load = workload("trace", num_nodes, 2 // num_nodes, num_experts=2, hidden=12500, trace=TRACE)
     return ShuffleRun(
         workloads=(load,),
         variants=variants,

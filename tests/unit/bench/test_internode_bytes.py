@@ -6,7 +6,7 @@ from workloads import workload
 
 from fusco import BALANCERS
 from fusco.bench.internode_bytes import busiest_rows, internode_rows, num_copies
-from fusco.bench.traffic import Pattern, Trace, internode_rows_lower_bound
+from fusco.bench.traffic import Trace, internode_rows_lower_bound
 from fusco.planner.world import plan_world
 
 NAMES = ("fusco", "no-engine", "no-planner", "no-lanes", "no-balancer", "baseline")
@@ -14,7 +14,7 @@ NAMES = ("fusco", "no-engine", "no-planner", "no-lanes", "no-balancer", "baselin
 
 def test_by_hand():
     # Experts 0 to 3 are node 0's, two to a rank. Every rank has the same two tokens.
-    load = workload(Pattern.TRACE, num_topk=3, trace=Trace(np.array([[0, 4, 6], [1, 2, 3]]), "by hand"))
+    load = workload("trace", num_topk=3, trace=Trace(np.array([[0, 4, 6], [1, 2, 3]]), "by hand"))
     fusco, planner, baseline = (
         internode_rows(name, load, "static").tolist() for name in ("fusco", "no-planner", "baseline")
     )
@@ -27,7 +27,7 @@ def test_by_hand():
     assert num_copies(load) == 5
 
 
-@pytest.mark.parametrize("pattern", [Pattern.UNIFORM, Pattern.SINGLE_NODE, Pattern.IMBALANCED, Pattern.ZIPF])
+@pytest.mark.parametrize("pattern", ["uniform", "single-node", "imbalanced", "zipf"])
 @pytest.mark.parametrize("balancer", list(BALANCERS))
 def test_forwarded_rows_are_those_of_the_plans(pattern, balancer):
     load = workload(pattern, nodes=3, num_experts=18, tokens=40, num_topk=3)
@@ -45,16 +45,16 @@ def test_forwarded_rows_are_those_of_the_plans(pattern, balancer):
 
 
 def test_without_the_balancer_rows_stay_on_their_lane():
-    rows = internode_rows("no-balancer", workload(Pattern.IMBALANCED, tokens=50, num_topk=3), "send-and-receive")
+    rows = internode_rows("no-balancer", workload("imbalanced", tokens=50, num_topk=3), "send-and-receive")
     assert rows[[0, 1, 2, 3], [3, 2, 1, 0]].sum() == 0
 
 
 def test_messages_of_a_fixed_size_have_a_row_for_every_token():
-    load = workload(Pattern.SINGLE_NODE, nodes=3, per_node=1, num_experts=9, tokens=20, num_topk=3)
+    load = workload("single-node", nodes=3, per_node=1, num_experts=9, tokens=20, num_topk=3)
     assert internode_rows("fusco-graph", load, "rotation", "cuda").tolist() == [[0, 20, 20], [20, 0, 20], [20, 20, 0]]
     assert internode_rows("fusco-static", load, "rotation", "cpu").sum() == internode_rows_lower_bound(load)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_node_has_nothing_to_send(name):
-    assert internode_rows(name, workload(Pattern.UNIFORM, nodes=1, per_node=4), "rotation").sum() == 0
+    assert internode_rows(name, workload("uniform", nodes=1, per_node=4), "rotation").sum() == 0

@@ -8,10 +8,10 @@ from workloads import workload
 
 from fusco import ExpertPlacement
 from fusco.bench.matrices import ExchangeMatrix, make_rank_bytes, rows_of_routing
-from fusco.bench.traffic import Pattern, Trace
+from fusco.bench.traffic import Trace
 
 BY_HAND = workload(
-    Pattern.TRACE,
+    "trace",
     placement=ExpertPlacement.explicit([0, 0, 1, 3], 4),
     num_topk=2,
     trace=Trace(np.array([[0, 1], [2, 3]]), "by hand"),
@@ -30,5 +30,5 @@ def test_ranks_send_others_what_was_asked_for(matrix):
 
 
 def test_a_trace_that_stays_at_home_needs_no_bytes():
-    one = workload(Pattern.TRACE, 1, 1, num_experts=1, tokens=1, trace=Trace(np.array([[0]]), "by hand"))
+    one = workload("trace", 1, 1, num_experts=1, tokens=1, trace=Trace(np.array([[0]]), "by hand"))
     assert make_rank_bytes("trace", 1, 100, workload=one).tolist() == [[0]]

@@ -12,11 +12,10 @@ from fusco.bench.results import gains_of, summarize
 from fusco.bench.shuffle import Iteration, RankResult
 from fusco.bench.shuffle_run import ShuffleRun
 from fusco.bench.stopwatch import CoreTimes
-from fusco.bench.traffic import Pattern
 from fusco.core.profile import CallProfile
 
 RUN = ShuffleRun(
-    workloads=(workload(Pattern.UNIFORM, nodes=1, num_experts=2),),
+    workloads=(workload("uniform", nodes=1, num_experts=2),),
     variants=("fusco",),
     settings=Settings(),
     balancer="static",

@@ -8,7 +8,7 @@ import torch
 import workloads
 
 from fusco.bench.prompts import Batch, draw_batches, prompts_of_ranks
-from fusco.bench.traffic import Pattern, Trace, internode_rows_lower_bound
+from fusco.bench.traffic import Trace, internode_rows_lower_bound
 from fusco.core.placement import ExpertPlacement
 
 workload = partial(workloads.workload, num_experts=64, hidden=16, num_topk=8, tokens=200)
@@ -19,7 +19,7 @@ def nodes_of(load, rank):
     return expert_to_node[load.routing(rank).topk_idx]
 
 
-@pytest.mark.parametrize("pattern", [Pattern.UNIFORM, Pattern.SINGLE_NODE, Pattern.IMBALANCED])
+@pytest.mark.parametrize("pattern", ["uniform", "single-node", "imbalanced"])
 def test_experts_of_a_token_differ_and_any_process_rebuilds_them(pattern):
     load = workload(pattern)
     ids = load.routing(3).topk_idx
@@ -30,13 +30,13 @@ def test_experts_of_a_token_differ_and_any_process_rebuilds_them(pattern):
 
 
 def test_single_node_traffic_stays_on_one_node_for_each_token():
-    nodes = nodes_of(workload(Pattern.SINGLE_NODE), 1)
+    nodes = nodes_of(workload("single-node"), 1)
     assert (nodes == nodes[:, :1]).all()
     assert set(nodes[:, 0].tolist()) == {0, 1}
 
 
 def test_imbalanced_traffic_is_bimodal():
-    load = workload(Pattern.IMBALANCED, nodes=8, per_node=4, tokens=100)
+    load = workload("imbalanced", nodes=8, per_node=4, tokens=100)
     shares = []
     for rank, local_node in enumerate(load.topology.rank_to_node):
         is_remote = nodes_of(load, rank) != local_node
@@ -50,9 +50,9 @@ def test_imbalanced_traffic_is_bimodal():
 @pytest.mark.parametrize(
     ("pattern", "expert_to_rank", "message"),
     [
-        (Pattern.IMBALANCED, [0, 0, 1, 1], "4 experts per token do not fit on one of 2 nodes: node 0 has 2"),
-        (Pattern.SINGLE_NODE, [0, 0, 0, 0, 0, 1], "4 experts per token do not fit on one of 2 nodes: node 1 has 1"),
-        (Pattern.IMBALANCED, [0, 0, 0, 0, 1, 1], "do not fit outside node 0: the other nodes have 2"),
+        ("imbalanced", [0, 0, 1, 1], "4 experts per token do not fit on one of 2 nodes: node 0 has 2"),
+        ("single-node", [0, 0, 0, 0, 0, 1], "4 experts per token do not fit on one of 2 nodes: node 1 has 1"),
+        ("imbalanced", [0, 0, 0, 0, 1, 1], "do not fit outside node 0: the other nodes have 2"),
     ],
 )
 def test_nodes_must_have_a_tokens_experts(pattern, expert_to_rank, message):
@@ -62,14 +62,14 @@ def test_nodes_must_have_a_tokens_experts(pattern, expert_to_rank, message):
 
 def test_lower_bound_by_hand():
     trace = Trace(np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 40]]), "by hand")
-    load = workload(Pattern.TRACE, nodes=2, per_node=1, tokens=2, trace=trace)
+    load = workload("trace", nodes=2, per_node=1, tokens=2, trace=trace)
     # Experts 0 to 31 are node 0's. Rank 0: its second token wants node 1. Rank 1: both want node 0.
     assert internode_rows_lower_bound(load) == 3
 
 
 def test_a_short_trace_is_repeated():
     trace = Trace(np.arange(24).reshape(3, 8), "three tokens")
-    load = workload(Pattern.TRACE, nodes=1, per_node=2, tokens=4, trace=trace)
+    load = workload("trace", nodes=1, per_node=2, tokens=4, trace=trace)
     assert load.num_repeats == pytest.approx(8 / 3)
     assert load.routing(1).topk_idx[:, 0].tolist() == [8, 16, 0, 8]
 
@@ -101,7 +101,7 @@ def test_traces_come_as_npz_or_npy(tmp_path):
 def test_ids_that_are_no_experts_are_refused(ids, message, tmp_path):
     np.save(tmp_path / "ids.npy", ids)
     with pytest.raises(ValueError, match=message):
-        workload(Pattern.TRACE, trace=Trace.load(tmp_path / "ids.npy", None, 0))
+        workload("trace", trace=Trace.load(tmp_path / "ids.npy", None, 0))
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"PK\x03\x04 and no more"], ids=["empty", "junk", "broken zip"])
@@ -121,14 +121,14 @@ def test_the_shipped_trace_is_qwen3():
 def test_a_batch_has_its_tokens_and_those_of_the_trace():
     trace = Trace(np.arange(24).reshape(3, 8), "by hand")
     batch = Batch(number=4, num_tokens=(2, 5), first_token=(7, 2))
-    load = workload(Pattern.RAGGED, nodes=2, per_node=1, tokens=6, trace=trace, batch=batch)
+    load = workload("ragged", nodes=2, per_node=1, tokens=6, trace=trace, batch=batch)
     assert [load.num_tokens(rank) for rank in (0, 1)] == [2, 5]
     assert [len(load.rows(rank)) for rank in (0, 1)] == [2, 5]
     assert [load.routing(rank).topk_idx[:, 0].tolist() for rank in (0, 1)] == [[8, 16], [16, 0, 8, 16, 0]]
     assert len(load.routing(1).topk_weights) == 5
     assert load.num_repeats == 7 / 3
     with pytest.raises(ValueError, match="ragged traffic without a batch"):
-        workload(Pattern.RAGGED, trace=trace)
+        workload("ragged", trace=trace)
 
 
 @pytest.mark.parametrize("prefill", ["one-prompt", "ragged"])

@@ -4,13 +4,13 @@ import torch
 from workloads import workload
 
 from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import Pattern, WorldInput
+from fusco.bench.traffic import WorldInput
 from fusco.bench.verification import verify
 from fusco.core.profile import CallProfile
 
 
 def test_a_shuffle_that_loses_a_row_is_not_verified():
-    load = workload(Pattern.UNIFORM, 1, 1, num_experts=4, tokens=6, hidden=8, num_topk=2)
+    load = workload("uniform", 1, 1, num_experts=4, tokens=6, hidden=8, num_topk=2)
     x, routing = load.rows(0), load.routing(0)
     order = routing.topk_idx.view(-1).argsort(stable=True)
     counts = routing.topk_idx.view(-1).bincount(minlength=4).tolist()

@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from typing import get_args
 
 import pytest
 from command_line import ROOT, run
 from rich.console import Console
 
 import fusco
-from fusco.bench.traffic import Pattern
+from fusco.bench.names import Pattern
 from fusco.cli import main
 from fusco.cli.tables import new_table
 from fusco.core.requirements import (
@@ -29,7 +30,7 @@ from fusco.planner.balancer import BALANCERS
 from fusco.rails.board import Board
 
 
-@pytest.mark.parametrize("traffic", [pattern.value for pattern in Pattern])
+@pytest.mark.parametrize("traffic", get_args(Pattern))
 def test_plan_explains_every_pattern(traffic, tmp_path):
     out = tmp_path / "plan.jsonl"
     done = run("plan", "--traffic", traffic, "--tokens", "64", "--json", str(out))

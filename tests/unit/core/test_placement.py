@@ -38,6 +38,12 @@ def test_there_are_experts_and_ranks(num_experts, world_size):
         ExpertPlacement.contiguous(num_experts, world_size)
 
 
+def test_there_are_at_most_a_million_experts():
+    with pytest.raises(ValueError, match="num_experts must be at most 1048576, got 4294967296"):
+        ExpertPlacement.of(2**32, None, world_size=2)
+    assert ExpertPlacement.of(2**20, None, world_size=2).expert_to_local[-1] == 2**19 - 1  # in well under a second
+
+
 @pytest.mark.parametrize("expert_to_rank", ["0101", 5, [0, 1.5], [0, None]])
 def test_a_placement_is_a_sequence_of_integers(expert_to_rank):
     with pytest.raises(TypeError, match="expert_placement must be a sequence of integers, got"):

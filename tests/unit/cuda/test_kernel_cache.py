@@ -14,6 +14,7 @@ from fusco.core.errors import CompileError
 from fusco.cuda.kernels import compiler
 from fusco.cuda.kernels.compiler import Compiler
 from fusco.cuda.kernels.warm_up import KernelShape, warm_up_cuda
+from fusco.cuda.tuning import are_streamed, plan_shape, pushes_early
 
 pytest.importorskip("cuda.core", reason="compiling kernels needs cuda-core, which fusco[cuda] and fusco[test] install")
 
@@ -151,17 +152,19 @@ def test_without_a_folder_that_can_be_written_a_private_one_is_used(tmp_path, mo
     assert again.num_compiled == 0
 
 
-def test_warming_up_compiles_what_dispatch_and_combine_launch(tmp_path):
+def test_warming_up_compiles_what_calls_of_any_size_launch(tmp_path):
     counting = Counting("sm_90", tmp_path)
     names = warm_up_cuda(counting, KernelShape(num_ranks=8, num_topk=8, hidden=7168, dtype=torch.bfloat16))
     assert set(names) == {"plan", "scatter_rows", "combine_rows", "weight_gradients"}
-    assert counting.num_compiled == len(list(tmp_path.glob("*.cubin"))) == len(names)
-    # What a launch asks for is there: the very constants of the grid.
-    for name, constants in (
-        ("scatter_rows", scatter_rows(8, 8, 14336)),
-        ("combine_rows", combine_rows(8, 8, 7168, "BF16", "BF16", 4)),
-        ("plan", plan(8, 1, 8, 8, 4, num_threads=1024)),
-        ("weight_gradients", weight_gradients(7168, "BF16", 4, 1)),
-    ):
+    num_compiled = counting.num_compiled
+    # What launches of 1, 128, 512, 1024 and 8192 tokens on each rank ask for is there: the very constants of the grid.
+    needed = [("weight_gradients", weight_gradients(7168, "BF16", 4, 1))]
+    for num_tokens in (1, 128, 512, 1024, 8192):
+        num_rows = 8 * num_tokens
+        of_plan = plan(8, 1, 8, 8, 4, num_threads=plan_shape(8 * num_rows)[0])
+        kind = {"is_streamed": int(are_streamed(8 * num_tokens, 14336)), "is_early": int(pushes_early(num_rows))}
+        needed += [("plan", of_plan), ("scatter_rows", scatter_rows(8, 8, 14336, **kind))]
+        needed += [("combine_rows", combine_rows(8, 8, 7168, "BF16", "BF16", w, num_rows=num_rows)) for w in (0, 4)]
+    for name, constants in needed:
         counting.compile(name, constants)
-        assert counting.num_compiled == len(names), name
+        assert counting.num_compiled == num_compiled, (name, constants)

@@ -313,7 +313,7 @@ def test_unused_rows_of_repeated_calls_are_filled_if_pytorch_is_deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("verb", ["dispatch", "combine"])
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "dispatch_again", "combine_all"])
 def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
     allocate, short = allocator_of(torch.device("cpu")), threading.local()
 
@@ -324,13 +324,17 @@ def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
         return allocate(*shape)
 
     def program(comm, _other, _library):
-        def call():
-            return comm.dispatch(x, ids, weights).rows if verb == "dispatch" else comm.combine(rows, sent.handle)
-
         for step in range(4):
             sent, _ = pair(comm, step)
         (x, ids, weights), rows = inputs(comm.rank, 4), sent.rows * 2
-        expected = call()
+        call = {
+            "dispatch": lambda: comm.dispatch(x, ids, weights).rows,
+            "combine": lambda: comm.combine(rows, sent.handle),
+            "dispatch_again": lambda: comm.dispatch_again(x, sent.handle)[0],
+            "combine_all": lambda: comm.combine_all([rows], sent.handle)[0],
+        }[verb]
+        for _ in range(4):
+            expected = call()
         short.times = 1 - comm.rank
         assert torch.equal(call(), expected)
         assert short.times == 0

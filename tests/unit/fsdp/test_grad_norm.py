@@ -45,3 +45,10 @@ def test_norms_that_are_no_numbers():
         clip_grad_norm_(broken, 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type must be positive, got 0"):
         grad_norm(broken, 0)
+
+
+def test_one_parameter_may_come_by_itself_as_in_torch():
+    ours, theirs = parameters()[0], parameters()[0]
+    assert grad_norm(ours) == clip_grad_norm_(ours, 0.25)
+    nn.utils.clip_grad_norm_(theirs, 0.25)
+    torch.testing.assert_close(ours.grad, theirs.grad)

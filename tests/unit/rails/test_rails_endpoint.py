@@ -85,6 +85,28 @@ def test_a_peer_that_does_not_take_part(tmp_path):
             b.irecv(bytearray(100)).wait()
 
 
+def test_after_a_limit_memory_is_the_callers_again(tmp_path):
+    with connected(tmp_path) as (a, _):
+        waiting = a.irecv(bytearray(4))
+        a._host.loop.post(lambda: time.sleep(0.3))
+        with pytest.raises(PeerFailureError, match=r"irecv #0"):
+            waiting.wait(0.1)
+        assert waiting.done
+
+
+def test_an_error_of_a_callback_is_not_that_of_a_rail(tmp_path):
+    def fails(_):
+        raise FileNotFoundError(2, "No such file")
+
+    with connected(tmp_path) as (a, b):
+        sent = [a.isend(b"one"), a.isend(b"two")]
+        b.irecv(bytearray(3), fails)
+        with pytest.raises(RuntimeError, match=r"on_done of irecv #0 raised FileNotFoundError\(2, 'No such file'\)"):
+            b.irecv(bytearray(3)).wait()
+        with pytest.raises(PeerFailureError):
+            sent[1].wait()
+
+
 def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(tmp_path):
     """It leaves with bytes unread, so its end resets the connection, which the other end notices when it writes."""
     options = {"rails": RAILS[:1], "limits": LIMITS, "is_polled": True}

@@ -1,11 +1,13 @@
 """Ranks on one machine: emulated nodes, processes, the shape of a job."""
 
+import multiprocessing as mp
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -116,6 +118,20 @@ def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
             process.join(timeout=30)
         with pytest.raises(RankFailedError, match=r"^rank 0: its process died with exit code 3$"):
             world.start(rank_of, 2)
+
+
+@pytest.mark.parametrize("dies", ["before it reads its task", "while it writes its result"])
+def test_a_rank_that_dies_halfway_is_a_failed_rank(dies):
+    ours, theirs = mp.Pipe()
+    world = object.__new__(LocalWorld)
+    world._pipes, world.processes = [ours], [SimpleNamespace(join=lambda timeout: None, exitcode=-9)]
+    if dies == "before it reads its task":
+        ours.send("a task")
+    else:
+        os.write(theirs.fileno(), b"\0\0\1\0 of which this is the beginning")
+    theirs.close()
+    is_ok, failure = world._outcome(0, has_ended=False)
+    assert (is_ok, failure.sentence) == (False, "its process died with exit code -9")
 
 
 def test_environments_must_be_as_many_as_ranks():

@@ -17,7 +17,8 @@ from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan import PlanShape, PlanTables, PlanTensors, PlanTerms, PublishedRouting, plan_slots
-from fusco.cuda.kernels.scatter_rows import ScatterTerms, scatter_rows
+from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
+from fusco.cuda.tuning import ROWS_OF_EACH_SHAPE, pushes_early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,49 +64,57 @@ class CompilingLibrary:
 def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     """Compile the kernels of dispatch and combine within a node, forward and backward, unless they are cached.
 
-    Returns the names of the kernels. Those of segments and between nodes, and of other shapes, are compiled when they
-    are first used.
+    Returns the names of the kernels. Those of any number of rows are compiled; those of segments and between nodes, of
+    other shapes, and of a budget of SMs, when they are first used.
     Raises ``CompileError`` with the compiler's message.
     """
     library: Any = CompilingLibrary(compiler)
     launcher = Launcher(library, comm_type(shape.num_ranks)(), 0)
     weights = torch.zeros(1, shape.num_topk, dtype=torch.float32, device="cpu")
+    ids = torch.zeros(1, shape.num_topk, dtype=torch.int64, device="cpu")
     rows = torch.zeros(1, shape.hidden, dtype=shape.dtype, device="cpu")
-    planned = _planned(shape, weights)
     payload = Payload(address=0, row_bytes=rows.nbytes)
-    _plan(launcher, planned, weights)
-    terms = ScatterTerms(clears_padding=False, num_sms=None)
-    scatter_rows(launcher, planned, planned.all_rows, [payload], [0] * shape.num_ranks, terms)
-    for is_weighted in (True, False):  # of combine, and of dispatch's backward
-        combine_rows(launcher, planned.all_rows, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
+    for num_rows in ROWS_OF_EACH_SHAPE:
+        plan = _plan_of(shape, num_rows, weights)
+        tables = _tables(launcher.num_ranks)
+        _launch_plan(launcher, tables, plan, PublishedRouting(0, ids, weights))
+        routing = OwnRouting(ids, tables.expert_to_rank) if pushes_early(num_rows) else None
+        terms = ScatterTerms(clears_padding=False, num_sms=None, routing=routing)
+        scatter_rows(launcher, plan, plan.all_rows, [payload], [0] * shape.num_ranks, terms)
+        for is_weighted in (True, False):  # of combine, and of dispatch's backward
+            combine_rows(launcher, plan.all_rows, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
+        # of dispatch_again and of combine's backward
+        scatter_rows(launcher, plan, plan.all_rows, [payload], [0] * shape.num_ranks, terms._replace(routing=None))
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
     return list(library.names)
 
 
-def _planned(shape: KernelShape, weights: torch.Tensor) -> DevicePlan:
-    sizes = PlanShape(0, 0, shape.num_topk, num_local_experts=1, weight_dtype=weights.dtype)
+def _plan_of(shape: KernelShape, num_rows: int, weights: torch.Tensor) -> DevicePlan:
+    """Return a plan of so many rows of all ranks, without memory for them."""
     return DevicePlan(
         rank=0,
         placement=ExpertPlacement.contiguous(1, 1),
-        first_row=(0,) * (shape.num_ranks + 1),
+        first_row=tuple(num_rows * rank // shape.num_ranks for rank in range(shape.num_ranks + 1)),
         held=(0,),
         num_topk=shape.num_topk,
         num_slots=0,
-        tables=PlanTensors.of(sizes, torch.device("cpu")),
+        tables=PlanTensors.of(PlanShape(0, 0, shape.num_topk, 1, weights.dtype), torch.device("cpu")),
     )
 
 
-def _plan(launcher: Launcher, planned: DevicePlan, weights: torch.Tensor) -> None:
+def _tables(num_ranks: int) -> PlanTables:
     table = torch.zeros(1, dtype=torch.int32, device="cpu")
-    tables = PlanTables(
+    return PlanTables(
         expert_to_local=table,
         expert_to_rank=table,
-        publishers=tuple(range(launcher.num_ranks)),
+        publishers=tuple(range(num_ranks)),
         num_local_experts=1,
         run_counts=table,
         report=0,
         reported_counts=table,
     )
-    ids = torch.zeros(1, planned.num_topk, dtype=torch.int64, device="cpu")
+
+
+def _launch_plan(launcher: Launcher, tables: PlanTables, plan: DevicePlan, published: PublishedRouting) -> None:
     terms = PlanTerms(expert_alignment=1, max_slots=1, is_overflow_reported=False, num_sms=None)
-    plan_slots(launcher, tables, planned, [PublishedRouting(0, ids, weights)], terms, ticket=0)
+    plan_slots(launcher, tables, plan, [published], terms, ticket=0)
