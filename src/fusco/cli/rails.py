@@ -55,22 +55,20 @@ def rails(
         console, reader = new_console(json), UsageReader(board)
     except SharedMemoryError as error:
         raise ValueError(str(error)) from error  # the user's file
-    try:
+    with ExitStack() as ending:
+        ending.callback(reader.close)
         reader.read()
-        with ExitStack() as ending:
-            live = None
-            if console.is_terminal and not once:
-                live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
-            while True:
-                time.sleep(interval)
-                uses = reader.read()
-                write_json_lines(uses, json, appends=True)
-                shown = _table(uses, links=links)
-                console.print(shown) if live is None else live.update(shown, refresh=True)
-                if once:
-                    return
-    finally:
-        reader.close()
+        live = None
+        if console.is_terminal and not once:
+            live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        while True:
+            time.sleep(interval)
+            uses = reader.read()
+            write_json_lines(uses, json, appends=True)
+            shown = _table(uses, links=links)
+            console.print(shown) if live is None else live.update(shown, refresh=True)
+            if once:
+                return
 
 
 def _table(uses: list[RailUse], *, links: bool) -> Table | str:
