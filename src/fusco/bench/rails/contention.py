@@ -1,4 +1,4 @@
-"""Long flows that borrow rails, alone or beside a victim that owns one of them (FuseLink, Figures 7, 9 and Table 2)."""
+"""Long flows that borrow rails, alone or with a victim that owns one of them (FuseLink, Figures 7, 9 and Table 2)."""
 
 from __future__ import annotations
 
