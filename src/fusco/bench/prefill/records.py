@@ -174,8 +174,9 @@ def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
         iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
     except TypeError:
         return None  # also of another version
-    # JSON lacks infinity.
-    numbers: dict[str, Any] = {name: math.inf if value is None else value for name, value in values.items()}
+    numbers: dict[str, Any] = {
+        name: math.inf if value is None else value for name, value in values.items()
+    }  # which JSON lacks
     return PrefillRecord(**{**numbers, "iterations": iterations})
 
 
