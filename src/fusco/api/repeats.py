@@ -83,7 +83,7 @@ class Repeats:
         try:
             if not (known := self._is_enabled and find(*known_by)) or (repeated := known.repeated) is None:
                 return None
-        except (TypeError, ValueError):
+        except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
         number, session, rejection = 0, self._session, None
         if handle is not None:
