@@ -218,7 +218,7 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
         return again(self, payloads, handle, launch)
 
     def combining(self, verb, ys, handle, weights="topk", launch=None):
-        seen.append(("combine", launch))
+        seen.append((verb, launch))
         return combine(self, verb, ys, handle, weights, launch)
 
     with mock.patch.multiple(

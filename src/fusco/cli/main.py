@@ -105,7 +105,8 @@ def run() -> None:
         _print_error("error", str(error))
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
-        _print_error("failed", error_text(error) or "there is not enough memory")
+        without_text = "there is not enough memory" if isinstance(error, MemoryError) else type(error).__name__
+        _print_error("failed", error_text(error) or without_text)
         sys.exit(1)
 
 

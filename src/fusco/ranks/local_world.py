@@ -71,7 +71,7 @@ class LocalWorld:
                     variables = {**os.environ, **(environment[rank] if environment else {})}
                     arguments = (rank, world_size, device, self.store.port, variables, rank_end)
                     process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
-                    process.start()
+                    _start(process, rank)
                     rank_end.close()
                     self._pipes.append(parent_end)
                     self.processes.append(process)
@@ -175,6 +175,15 @@ class LocalWorld:
         if error is not None:
             self.kill()  # they may be in a call that does not return
         self.close()
+
+
+def _start(process: BaseProcess, rank: int) -> None:
+    """Start a rank's process; ``RankFailedError`` if that fails."""
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # EOFError: the process that forks them has died
+        failure = RankFailure(f"its process could not be started: {type(error).__name__}: {error}")
+        raise RankFailedError({rank: failure}) from error
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fusco.bench.prefill.gate import LAYER_LIMITS, Deviation, compare_layer, com
 from fusco.bench.prefill.iterations import CallClock, Iteration, measure, outliers
 from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
-from fusco.bench.prefill.records import Case, Measured, resume, summarize
+from fusco.bench.prefill.records import Case, Measured, _record_of, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
 from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.cli import bench_prefill
@@ -295,6 +295,15 @@ def test_a_resumed_job_runs_the_cases_that_are_missing(tmp_path):
     assert [each.variant for each in kept] == ["fusco", "torch"]
     assert kept[0] == replace(record, **{name: getattr(kept[0], name) for name in ("lengths", "job")})
     assert resumed.cases == [("random", "1"), ("trace", "skewed"), ("trace", "1")]
+
+
+def test_records_are_strict_json_and_resumed_without_what_it_lacks(tmp_path):
+    path = tmp_path / "prefill.jsonl"
+    wrong = replace(record_of(Deviation(), Deviation()), layer_error=float("inf"), p99_ms=float("nan"))
+    write_json_lines([wrong], path)
+    values = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert values == json.loads(json.dumps(asdict(wrong) | {"layer_error": None, "p99_ms": None}))
+    assert _record_of(values).layer_error == float("inf")
 
 
 def test_only_files_of_records_are_resumed(tmp_path):

@@ -120,6 +120,18 @@ def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
             world.start(rank_of, 2)
 
 
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(11, "Resource temporarily unavailable")])
+def test_a_rank_that_cannot_be_started_is_a_failed_rank(error, monkeypatch):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(mp.context.ForkServerProcess, "start", fail)
+    with pytest.raises(
+        RankFailedError, match=rf"^rank 0: its process could not be started: {type(error).__name__}: .+"
+    ):
+        LocalWorld(2)
+
+
 @pytest.mark.parametrize("dies", ["before it reads its task", "while it writes its result"])
 def test_a_rank_that_dies_halfway_is_a_failed_rank(dies):
     ours, theirs = mp.Pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
@@ -173,7 +174,9 @@ def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
         iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
     except TypeError:
         return None  # also of another version
-    return PrefillRecord(**{**values, "iterations": iterations})
+    # JSON lacks infinity, which is null there.
+    numbers: dict[str, Any] = {name: math.inf if value is None else value for name, value in values.items()}
+    return PrefillRecord(**{**numbers, "iterations": iterations})
 
 
 def _comparable(job: dict[str, Any]) -> dict[str, Any]:
