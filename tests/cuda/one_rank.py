@@ -92,7 +92,7 @@ class OneRank:
 
     def check_plan(self, case: Case, plan: PlannedSlots, handle: fusco.Handle) -> None:
         """Compare what the kernel ``plan`` wrote."""
-        made: Any = handle.plan
+        made: Any = handle.plan.tables
         assert_same_bits(made.row_to_slots.cpu(), plan.row_to_slots, "row_to_slots")
         assert_same_bits(made.block_to_first_slot.cpu(), plan.block_to_first_slot, "block_to_first_slot")
         assert made.num_rows_needed.tolist() == [plan.num_slots_needed]

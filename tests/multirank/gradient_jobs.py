@@ -217,9 +217,9 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
         seen.append(("dispatch_again", launch))
         return again(self, payloads, handle, launch)
 
-    def combining(self, y, handle, weights="topk", launch=None):
-        seen.append(("combine", launch))
-        return combine(self, y, handle, weights, launch)
+    def combining(self, verb, ys, handle, weights="topk", launch=None):
+        seen.append((verb, launch))
+        return combine(self, verb, ys, handle, weights, launch)
 
     with mock.patch.multiple(
         Validator, validate_dispatch=dispatching, validate_redispatch=dispatching_again, validate_combine=combining

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from deep_ep_jobs import finds_a_fault_of_version_1
 from integration_cases import HIDDEN, KINDS, NUM_LOCAL, cases, law_of
 
 from comparison import assert_same_bits
-from fusco import PeerFailureError
+from fusco import PeerFailureError, RejectedInputError
 from fusco.integrations.deep_ep_buffer import Buffer
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from fusco.integrations.routing_maps import indices_to_map
@@ -123,6 +124,23 @@ def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     finally:
         buffer.abort()
     return False
+
+
+def check_lost_experts(group: dist.ProcessGroup) -> None:
+    """A dispatch without permutation raises if indices lack experts of the map, as they may on CUDA."""
+    buffer = open_hybrid(group, group.size())
+    x, routing_map = torch.ones(2, HIDDEN), torch.ones(2, NUM_LOCAL * group.size(), dtype=torch.bool)
+    indices_of = buffer._maps.indices_of
+
+    def losing(routing_map: torch.Tensor) -> torch.Tensor:
+        buffer._maps.lost = buffer._maps._lost_on_host = torch.ones(1, dtype=torch.int64)
+        return indices_of(routing_map)
+
+    buffer._maps.indices_of = losing
+    for call in (buffer.dispatch, buffer.dispatch_with_permute):
+        with pytest.raises((ValueError, RejectedInputError), match="routing_map has tokens with more than"):
+            call(hidden=x, routing_map=routing_map)
+    buffer.abort()
 
 
 def check_rank_rows(group: dist.ProcessGroup, ranks_per_node: int) -> None:

@@ -72,11 +72,24 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(send, lambda: send(is_token_in_rank=None))
     rows, *_, handle, _ = send()
     attempt(send, lambda: send(is_token_in_rank=is_in[:2]))
+    attempt(send, lambda: send(is_token_in_rank=is_in[:, :1]))
+    attempt(send, lambda: send(topk_weights=torch.ones(3, 4)))
+    attempt(send, lambda: send(topk_idx=None))
+    attempt(send, lambda: send(expert_alignment=0))
+    attempt(lambda: first.dispatch(x, handle), lambda: first.dispatch(x, handle, topk_idx=ids))
     attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, (None, None)))
+    attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, handle, bias=x[:1]))
     attempt(expand, lambda: expand(num_experts=None))
     expanded, _, _, of_second, _ = expand()
     attempt(expand, lambda: expand(do_expand=False))
     attempt(lambda: second.combine(expanded, of_second), lambda: second.combine(expanded, None))
+    attempt(expand, lambda: expand(cumulative_local_expert_recv_stats=torch.zeros(1, dtype=torch.int32)))
+    for changes in ({"topk_idx": ids}, {"num_experts": 3 * NUM_LOCAL}, {"expert_alignment": 8}):
+        attempt(
+            lambda: second.dispatch(x, handle=of_second),
+            lambda changes=changes: second.dispatch(x, handle=of_second, **changes),
+        )
+    attempt(lambda: second.combine(expanded, of_second), lambda: second.combine(expanded, of_second, bias=(x[0],)))
     values = torch.ones(len(expanded))
     attempt(
         lambda: second.combine(expanded, of_second, topk_weights=values),
@@ -85,9 +98,22 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(permute, lambda: permute(topk_idx=None))
     permuted, *_, of_hybrid = permute()
     attempt(permute, lambda: permute(num_of_experts=5))
+    attempt(permute, lambda: permute(probs=torch.ones(4, 2 * NUM_LOCAL)))
     attempt(
-        lambda: hybrid.combine_with_unpermute(hidden=permuted, handle=of_hybrid),
-        lambda: hybrid.combine_with_unpermute(hidden=permuted),
+        lambda: hybrid.dispatch_with_permute(hidden=x, handle=of_hybrid),
+        lambda: hybrid.dispatch_with_permute(hidden=x, handle=of_hybrid, probs=torch.ones(3, 9 * NUM_LOCAL)),
+    )
+    for changes in ({"handle": None}, {"probs": torch.ones(len(permuted) + 1)}, {"pad_multiple": 8}):
+        attempt(
+            lambda: hybrid.combine_with_unpermute(hidden=permuted, handle=of_hybrid),
+            lambda changes=changes: hybrid.combine_with_unpermute(
+                **{"hidden": permuted, "handle": of_hybrid, **changes}
+            ),
+        )
+    sent, *_, of_ranks = hybrid.dispatch(x, topk_idx=ids, topk_weights=weights)
+    attempt(
+        lambda: hybrid.combine(sent, handle=of_ranks),
+        lambda: hybrid.combine(sent, handle=of_ranks, probs=torch.ones(len(sent) + 1, 2 * NUM_LOCAL)),
     )
     # Along a handle of an earlier communicator than the latest.
     many = 9

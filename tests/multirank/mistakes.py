@@ -222,6 +222,15 @@ BAD_INPUTS = {
     "combine_all_of_a_list": Mistake(
         lambda s: s.comm.combine_all([s.y.tolist()], s.handle), TYPE, ["y must be a tensor", "list"], "combine_all"
     ),
+    "combine_all_of_one_tensor": Mistake(
+        lambda s: s.comm.combine_all(s.y, s.handle),
+        TYPE,
+        ["combine_all takes a sequence of tensors, got Tensor"],
+        "combine_all",
+    ),
+    "combine_all_of_nothing": Mistake(
+        lambda s: s.comm.combine_all([], s.handle), VALUE, ["combine_all takes 1 to 8 tensors, got 0"], "combine_all"
+    ),
     "dispatch_weights_of_a_list": Mistake(
         lambda s: s.comm.dispatch_weights(s.weights.tolist(), s.handle),
         TYPE,
@@ -356,6 +365,9 @@ MISMATCHES = {
         lambda s: s.combine(s.y.bfloat16()), MISMATCH, ["float32[3]", "bfloat16[3] on rank 2"], "combine"
     ),
     "combine_unweighted": Mistake(lambda s: s.combine(weights=None), MISMATCH, ["is_weighted"], "combine"),
+    "combine_all_of_more_tensors": Mistake(
+        lambda s: s.comm.combine_all([s.y, s.y], s.handle), MISMATCH, ["combine_all", "on rank 2"], "combine_all"
+    ),
     "combine_while_others_dispatch": Mistake(
         GOOD["combine"], MISMATCH, ["different collectives", "dispatch on ranks 0, 1, 3", "combine on rank 2"]
     ),

@@ -41,6 +41,10 @@ def test_hybrid_ep_without_permutation_moves_one_row_for_each_rank(world, num_ra
     world.run(hybrid_ep_jobs.check_rank_rows, num_ranks, ranks_per_node)
 
 
+def test_experts_that_a_map_loses_are_an_error(world):
+    world.run(hybrid_ep_jobs.check_lost_experts, 2)
+
+
 def test_a_process_ends_in_silence_with_buffers_that_nothing_closed(tmp_path):
     code = (
         "import os, sys, torch.distributed as dist, integration_jobs\n"

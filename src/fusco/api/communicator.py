@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -230,17 +230,20 @@ class Communicator(Membership):
         On CUDA all of them are one collective: ranks agree once.
 
         Args:
-            ys: up to 8 tensors (num_rows, ...) as in ``combine``; dtypes and widths may differ.
+            ys: 1 to 8 tensors (num_rows, ...) as in ``combine``; dtypes and widths may differ.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
 
         Returns:
             Sums (num_tokens, ...) of each.
         """
-        if not self._engine.is_asynchronous:  # whose messages are numbered by the collective
-            return tuple(self._sum("combine", [_detached(y)], handle, None, launch)[0] for y in ys)
-        rows = list(map(_detached, ys if isinstance(ys, Iterable) else [ys]))  # the latter is rejected
-        return tuple(self._sum("combine_all", rows, handle, None, launch))
+        with self.rejecting():
+            rows = list(map(_detached, self._validator.several(ys)))
+        if self._engine.is_asynchronous:
+            return tuple(self._sum("combine_all", rows, handle, None, launch))
+        # Messages are numbered by the collective, so each tensor is one.
+        verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
+        return tuple(self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True))
 
     @uncompiled
     def dispatch_weights(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,8 +144,6 @@ class Validator:
         known = self.known_combine(verb, ys, handle, weights)
         topk_weights = None if weights is None else handle.topk_weights
         if known is None:
-            if not 1 <= len(ys) <= MAX_PAYLOADS:
-                raise ValueError(f"{verb} takes 1 to {MAX_PAYLOADS} tensors, got {len(ys)}")
             for y in ys:
                 self.require_expert_rows(y, handle)
         launch = self.require_launch(launch)
@@ -156,6 +154,15 @@ class Validator:
             fingerprint = CollectiveFingerprint(verb, request.fields)
             self._known_rows.add(fingerprint, ys, _options_of_combine(verb, ys, topk_weights))
         return request
+
+    def several(self, ys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of ``combine_all``, which are not looked at; raise for a wrong number of them."""
+        if isinstance(ys, torch.Tensor) or not isinstance(ys, Iterable):
+            raise TypeError(f"combine_all takes a sequence of tensors, got {type(ys).__name__}")
+        tensors = list(ys)
+        if not 1 <= len(tensors) <= MAX_PAYLOADS:
+            raise ValueError(f"combine_all takes 1 to {MAX_PAYLOADS} tensors, got {len(tensors)}")
+        return tensors
 
     def known_combine(
         self, verb: str, ys: Sequence[torch.Tensor], handle: Handle, weights: Literal["topk"] | None

@@ -185,7 +185,7 @@ def measure_owner(memory: Memory, owner: Worker, burst_bytes: int, long_bytes: i
         slowest = burst_bytes / 1e9 / max(with_borrower)
         results = {
             "owner alone GB/s": round(speed[0], 2),
-            "beside a borrower": round(speed[1], 2),
+            "with a borrower": round(speed[1], 2),
             "ratio": round(speed[1] / speed[0], 3),
             "slowest burst": round(slowest / speed[0], 3),
             "borrower GB/s": round(gbs, 2),

@@ -37,7 +37,7 @@ class BufferHandle:
 
 
 class PeerShuffle(AbstractContextManager[Any]):
-    """A buffer of DeepEP's, which the end of a ``with`` block releases on all ranks; not after an error on one."""
+    """A buffer of DeepEP, which the end of a ``with`` block releases on all ranks; not after an error on one."""
 
     profile = CallProfile()  # its calls have none
     _buffer: Any

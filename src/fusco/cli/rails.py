@@ -27,8 +27,8 @@ def _check_board(path: Path | None) -> Path | None:
 
 
 def rails(
-    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Watch for one interval, print, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.05, max=60, help="Seconds between updates.")] = 1.0,
     board: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +45,7 @@ def rails(
 ) -> None:
     """Show which workers use which rails (NICs) of this host, and how fast: live, or line by line without a terminal.
 
-    With --json, JSON lines: one for each worker and rail that it owns or has used, at every look.
+    With --json, JSON lines: one for each worker and rail that it owns or has used, at every update.
     """
     if links:
         from fusco.offload.links import links_board
@@ -55,22 +55,20 @@ def rails(
         console, reader = new_console(json), UsageReader(board)
     except SharedMemoryError as error:
         raise ValueError(str(error)) from error  # the user's file
-    try:
+    with ExitStack() as ending:
+        ending.callback(reader.close)
         reader.read()
-        with ExitStack() as ending:
-            live = None
-            if console.is_terminal and not once:
-                live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
-            while True:
-                time.sleep(interval)
-                uses = reader.read()
-                write_json_lines(uses, json, appends=True)
-                shown = _table(uses, links=links)
-                console.print(shown) if live is None else live.update(shown, refresh=True)
-                if once:
-                    return
-    finally:
-        reader.close()
+        live = None
+        if console.is_terminal and not once:
+            live = ending.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        while True:
+            time.sleep(interval)
+            uses = reader.read()
+            write_json_lines(uses, json, appends=True)
+            shown = _table(uses, links=links)
+            console.print(shown) if live is None else live.update(shown, refresh=True)
+            if once:
+                return
 
 
 def _table(uses: list[RailUse], *, links: bool) -> Table | str:

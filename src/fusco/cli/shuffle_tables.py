@@ -1,6 +1,6 @@
 """Tables of ``fusco bench shuffle``.
 
-On the CPU a column for each variant, or a row if there are many; on GPUs, within a node and between nodes, a row.
+On the CPU a column for each variant; on GPUs, within a node and between nodes, a row.
 """
 
 from __future__ import annotations
@@ -15,38 +15,28 @@ from fusco.bench.results import ShuffleRecord, VariantRecord, gains_of
 from fusco.bench.variants import VARIANTS
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 
-# Name of a figure, its row with a column for each variant, its column with a row for each.
-_FIGURES = (
-    ("dispatch_ms", "dispatch", "dispatch\nms"),
-    ("combine_ms", "combine", "combine\nms"),
-    ("total_ms", "dispatch + combine", "both\nms"),
-    ("bound_ms", "  bound of each, by the busiest rank", "bound of\neach, ms"),
-    ("planning_ms", "  planning", "planning\nms"),
-    ("staging_ms", "  staging (copy into shared memory)", ""),
-    ("wire_ms", "  wire (and what is fused into it)", "wire\nms"),
-    ("rearranging_ms", "  only rearranging", "only re-\narranging, ms"),
-    ("internode_row_bytes", "rows between nodes", "between\nnodes, MB"),
-    ("internode_row_bytes_lower_bound", "  lower bound", "lower\nbound, MB"),
-    ("busiest_rank_bytes", "  busiest rank", "busiest\nrank, MB"),
-    ("intranode_row_bytes", "rows within nodes", ""),
-    ("lane_row_bytes", "  read to send them for others", ""),
-    ("metadata_bytes", "metadata between nodes", ""),
-)
-_MAX_COLUMNS = 3
+# Name of a figure, and its row on the CPU.
+_FIGURES = {
+    "dispatch_ms": "dispatch",
+    "combine_ms": "combine",
+    "total_ms": "dispatch + combine",
+    "bound_ms": "  bound of each, by the busiest rank",
+    "planning_ms": "  planning",
+    "staging_ms": "  staging (copy into shared memory)",
+    "wire_ms": "  wire (and what is fused into it)",
+    "rearranging_ms": "  only rearranging",
+    "internode_row_bytes": "rows between nodes",
+    "internode_row_bytes_lower_bound": "  lower bound",
+    "busiest_rank_bytes": "  busiest rank",
+    "intranode_row_bytes": "rows within nodes",
+    "lane_row_bytes": "  read to send them for others",
+    "metadata_bytes": "metadata between nodes",
+}
 
 
 def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
-    """Print the variants of one workload, and notes on the run; of batches of a prefill the gains."""
-    first = records[0]
-    if records[-1].batch:
-        console.print(_gains(records))
-        return
-    title = (
-        f"shuffle, {first.traffic} traffic: {first.nodes} nodes x {first.ranks_per_node} ranks, {first.tokens} tokens "
-        f"a rank, hidden {first.hidden}, top-{first.num_topk} of {first.num_experts}, {first.dtype}, on {first.device}"
-    )
-    make = _with_row_each if len(records) > _MAX_COLUMNS else _with_column_each
-    console.print(make(title, records, _cpu_notes(first)))
+    """Print a column for each variant of a workload, and notes on the run; of batches of a prefill the gains."""
+    console.print(_gains(records) if records[-1].batch else _cpu_table(records))
 
 
 def _gains(records: Sequence[ShuffleRecord]) -> Table:
@@ -67,14 +57,16 @@ def _gains(records: Sequence[ShuffleRecord]) -> Table:
     return table
 
 
-def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:
-    by_name = {record.variant: record for record in records}
+def _cpu_table(records: Sequence[ShuffleRecord]) -> Table:
+    first, by_name = records[0], {record.variant: record for record in records}
     has_ratio = {"fusco", "baseline"} <= set(by_name)
-    table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), notes)
-    for name, label, _ in _FIGURES:
-        if name == "bound_ms" and not records[0].bound_ms:
+    title = _title(first, f"{first.nodes} nodes x {first.ranks_per_node} ranks") + f", on {first.device}"
+    table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), _cpu_notes(first))
+    for name, label in _FIGURES.items():
+        if name == "bound_ms" and not first.bound_ms:
             continue
-        cells = [f"{_value(record, name)} {'ms' if name.endswith('_ms') else 'MB'}" for record in records]
+        unit, scale = ("ms", 1.0) if name.endswith("_ms") else ("MB", 1e-6)
+        cells = [f"{getattr(record, name) * scale:,.2f} {unit}" for record in records]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
@@ -83,16 +75,11 @@ def _with_column_each(title: str, records: Sequence[ShuffleRecord], notes: Seque
     return table
 
 
-def _with_row_each(title: str, records: Sequence[ShuffleRecord], notes: Sequence[str]) -> Table:
-    table = new_table(title, ("", *(heading for _, _, heading in _FIGURES if heading), "verified"), notes)
-    for record in records:
-        cells = (_value(record, name) for name, _, heading in _FIGURES if heading)
-        table.add_row(record.variant, *cells, verified_cell(record.is_right))
-    return table
-
-
-def _value(record: ShuffleRecord, name: str) -> str:
-    return f"{getattr(record, name) * (1.0 if name.endswith('_ms') else 1e-6):,.2f}"
+def _title(one: VariantRecord, where: str) -> str:
+    return (
+        f"shuffle, {one.traffic} traffic: {where}, {one.tokens} tokens a rank, hidden {one.hidden}, "
+        f"top-{one.num_topk} of {one.num_experts}, {one.dtype}"
+    )
 
 
 def _cpu_notes(record: ShuffleRecord) -> list[str]:
@@ -159,13 +146,8 @@ def _table(
     notes: Sequence[str],
 ) -> Table:
     """Return a table of the times of all variants, and of ``cells`` by the columns given."""
-    one = records[0]
-    title = (
-        f"shuffle, {one.traffic} traffic: {where}, {one.tokens} tokens a rank, hidden {one.hidden}, "
-        f"top-{one.num_topk} of {one.num_experts}, {one.dtype}"
-    )
     times = ("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle")
-    table = new_table(title, (*times, *columns, "verified"), notes, left=times[:1])
+    table = new_table(_title(records[0], where), (*times, *columns, "verified"), notes, left=times[:1])
     table.columns[0].min_width = 14
     baseline_ms = next((record.loop_ms for record in records if record.variant == "baseline"), None)
     for record, more in zip(records, cells, strict=True):

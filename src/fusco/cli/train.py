@@ -33,7 +33,7 @@ def train(
     *,
     preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
     device: Annotated[Device, typer.Option(help="Where ranks compute.")] = "cpu",
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one a GPU.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one for each GPU.")] = None,
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
     sizes: SizeOptions,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,

@@ -188,15 +188,12 @@ class _Gathering:
                 return []
             if time.monotonic() > next_round:
                 self.missing = tuple(rank for rank in self.missing if not self._has(self._rank_to_key[rank]))
-                self._check_failure()
+                if self._failure_key and self._has(self._failure_key) and not self._has(*self._rank_to_key.values()):
+                    raise _RankFailedError(*json.loads(self._ask(lambda: self._store.get(self._failure_key))))
                 next_round = time.monotonic() + interval_s
             time.sleep(_SECONDS_BETWEEN_POLLS)
         self.missing = ()
         return [self._ask(functools.partial(self._store.get, key)) for key in self._rank_to_key.values()]
-
-    def _check_failure(self) -> None:
-        if self._failure_key and self._has(self._failure_key) and not self._has(*self._rank_to_key.values()):
-            raise _RankFailedError(*json.loads(self._ask(lambda: self._store.get(self._failure_key))))
 
     def _has(self, *keys: str) -> bool:
         return self._ask(lambda: self._store.check(list(keys)))

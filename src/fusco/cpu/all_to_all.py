@@ -20,7 +20,7 @@ from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut
-from fusco.cpu.kernels.copy_segments import ContiguousMemory, SegmentMemory
+from fusco.cpu.kernels.segment_memory import ContiguousMemory, SegmentMemory
 from fusco.cpu.memory import CpuMemory
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import in_turn

@@ -30,8 +30,8 @@ from fusco.cpu.attachments import Attachments
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
-from fusco.cpu.kernels.copy_segments import SegmentMemory
 from fusco.cpu.kernels.plan_pairs import plan_pairs
+from fusco.cpu.kernels.segment_memory import SegmentMemory
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu

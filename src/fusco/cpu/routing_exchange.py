@@ -13,7 +13,7 @@ from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.cpu.attachments import Attachments
-from fusco.cpu.kernels.copy_segments import concatenate
+from fusco.cpu.kernels.segment_memory import concatenate
 from fusco.cpu.memory import CpuMemory
 from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting

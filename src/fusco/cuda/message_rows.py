@@ -32,11 +32,9 @@ class MessageRows:
 
     def pending_error(self) -> RowOverflowError | None:
         """Return and clear the error of a message of fixed size that was too small."""
-        overflow = self.summary.take_overflow()
-        if overflow is None:
+        if (overflow := self.summary.take_overflow()) is None:
             return None
-        node, needed, limit = overflow
-        return RowOverflowError(self._context.rank, limit, needed, node)
+        return RowOverflowError(self._context.rank, overflow.limit, overflow.num_tokens, overflow.node)
 
     def next_ticket(self) -> int:
         """Return the number of another exactly sized dispatch."""

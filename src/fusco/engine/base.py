@@ -185,7 +185,7 @@ class CombineRequest(Request, Generic[PlanT]):
     @property
     def fields(self) -> Fields:
         return {
-            "rows": list(map(describe_rows, self.rows)),
+            "rows": ", ".join(map(describe_rows, self.rows)),
             "is_weighted": str(self.is_weighted),
             "requires_grad": str([*map(wants_grad, (*self.rows, self.topk_weights))]),
         }

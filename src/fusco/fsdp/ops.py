@@ -129,6 +129,7 @@ def _held_by(ticket: torch.Tensor) -> _Held:
     return held
 
 
+@dispatch.register_fake
 def _fake_dispatch(
     x: torch.Tensor, topk_idx: object, topk_weights: object, num_experts: object, num_local_experts: int, _: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,14 +138,17 @@ def _fake_dispatch(
     return x.new_empty(num_rows, x.shape[1]), x.new_empty(num_local_experts, dtype=torch.int64), ticket
 
 
+@combine.register_fake
 def _fake_combine(y: torch.Tensor, topk_weights: torch.Tensor, ticket: object) -> torch.Tensor:
     return y.new_empty(topk_weights.shape[0], y.shape[1])
 
 
+@dispatch_backward.register_fake
 def _fake_dispatch_backward(grad_rows: torch.Tensor, ticket: object, num_tokens: int) -> torch.Tensor:
     return grad_rows.new_empty(num_tokens, grad_rows.shape[1])
 
 
+@combine_backward.register_fake
 def _fake_combine_backward(
     grad_out: torch.Tensor, y: torch.Tensor | None, topk_weights: torch.Tensor, num_rows: int, ticket: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,9 +177,5 @@ def _back_through_combine(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tenso
     return grad_y, None if y is None else grad_weights, None
 
 
-dispatch.register_fake(_fake_dispatch)
-combine.register_fake(_fake_combine)
-dispatch_backward.register_fake(_fake_dispatch_backward)
-combine_backward.register_fake(_fake_combine_backward)
 dispatch.register_autograd(_back_through_dispatch, setup_context=_keep_for_dispatch)
 combine.register_autograd(_back_through_combine, setup_context=_keep_for_combine)

@@ -35,10 +35,18 @@ def element_of(handle: Any, place: int, kind: type[_Kind], maker: str) -> _Kind:
     return element
 
 
-def require_weights(topk_weights: torch.Tensor | None, shape: torch.Size) -> None:
-    """Raise ``ValueError`` unless weights, if there are any, have the shape of the handle's routing."""
-    if topk_weights is not None and topk_weights.shape != shape:
-        raise ValueError(f"topk_weights has shape {tuple(topk_weights.shape)}, the handle's routing {tuple(shape)}")
+def require_shape(name: str, tensor: torch.Tensor | None, *shape: int) -> None:
+    """Raise ``ValueError`` unless an argument, if there is one, has a shape: PyTorch would gather from a larger one."""
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but this call needs {shape}")
+
+
+def biases_of(bias: torch.Tensor | tuple[torch.Tensor, ...] | None, *shape: int) -> tuple[torch.Tensor, ...]:
+    """Return what a caller wants added to sums of a shape; raises ``ValueError`` for another shape."""
+    biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+    for each in biases:
+        require_shape("bias", each, *shape)
+    return biases
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.config import Launch
-from fusco.integrations.along_handles import element_of
+from fusco.core.integers import check_integer
+from fusco.integrations.along_handles import biases_of, element_of
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.rank_rows import RankRouting, RankRows, combine, ranks_of
 
-_UNSUPPORTED = (
-    "low_latency_dispatch",
-    "low_latency_combine",
+_UNSUPPORTED = (  # beginnings of names
+    "low_latency_",
     "clean_low_latency_buffer",
     "get_next_low_latency_combine_buffer",
     "get_local_buffer_tensor",
@@ -165,7 +165,7 @@ class Buffer:
 
         Args:
             x: (num_tokens, hidden), or FP8 rows and their float32 scales (num_tokens, hidden / 128) of any strides.
-            handle: of an earlier dispatch: the same routing, without indices and weights.
+            handle: of an earlier dispatch: the same routing; indices and weights must be ``None``.
             is_token_in_rank: bool (num_tokens, num_ranks).
             num_tokens_per_expert: int32 (num_experts,) of this rank; its length is the number of experts.
             expert_alignment: counts of the returned list are rounded up to a multiple of this.
@@ -182,6 +182,8 @@ class Buffer:
         if handle is not None:
             with self._rows.comms.rejecting_latest():
                 known = _routing_of(handle)
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError("a handle has its routing: topk_idx and topk_weights must be None with it")
             with known.comm.rejecting():
                 wait_for(previous_event)
                 launch = self._launch(config)
@@ -193,6 +195,7 @@ class Buffer:
             launch = self._launch(config)
             if is_token_in_rank is None or num_tokens_per_expert is None:
                 raise ValueError("dispatch needs is_token_in_rank and num_tokens_per_expert, or a handle")
+            check_integer("expert_alignment", expert_alignment, least=1)
             num_experts = len(num_tokens_per_expert)
             if num_experts % self.group_size:
                 raise ValueError(
@@ -237,8 +240,9 @@ class Buffer:
             wait_for(previous_event)
             launch = self._launch(config)
             parts = (x,) if topk_weights is None else (x, topk_weights.float())
+            biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
         sums, *of_tokens = combine(parts, sent, launch)
-        for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
+        for each in biases:
             sums += each
         return sums, of_tokens[0] if of_tokens else None, finished(async_finish)
 
@@ -249,7 +253,7 @@ class Buffer:
         return torch.cuda.current_stream()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _UNSUPPORTED:
+        if name.startswith(_UNSUPPORTED):
             _refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

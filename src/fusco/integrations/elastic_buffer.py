@@ -19,7 +19,7 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
-from fusco.integrations.along_handles import require_handle, require_weights
+from fusco.integrations.along_handles import biases_of, require_handle, require_shape
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows, ends_in_blocks, in_blocks
@@ -161,7 +161,7 @@ class ElasticBuffer:
             num_experts: of all ranks together.
             num_max_tokens_per_rank: for the number of rows without a wait of the host.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this.
-            handle: of an earlier dispatch: the same routing.
+            handle: of an earlier dispatch: the same routing, sizes and alignment.
             do_handle_copy: copy ``topk_idx`` into the handle.
             do_cpu_sync: ``False``: as many rows as ranks with ``num_max_tokens_per_rank`` tokens can need, without a
                 wait of the host. Those behind the last block are undefined.
@@ -186,7 +186,9 @@ class ElasticBuffer:
             payloads, launch = [each.contiguous() for each in given], Launch(num_sms=num_sms or None)
             topk_weights = None if topk_weights is None else topk_weights.float()
             if handle is not None:
-                require_weights(topk_weights, handle.topk_idx.shape)
+                sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+                _require_as_sent(handle, topk_idx, expert_alignment=expert_alignment, **sizes)
+                require_shape("topk_weights", topk_weights, *handle.topk_idx.shape)
             else:
                 if not do_expand:
                     _refuse("do_expand=False (version 1's Buffer has that layout)")
@@ -196,6 +198,8 @@ class ElasticBuffer:
                 max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
                 asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
                 static = self._static_rows(asked) if do_cpu_sync is False else None
+            num_local = (handle or asked).num_experts // self.num_ranks  # type: ignore[union-attr]
+            require_shape("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local)
         if asked is not None:
             handle = _dispatch(expert_rows, payloads, topk_weights, asked, static, launch)
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
@@ -241,8 +245,9 @@ class ElasticBuffer:
             if topk_weights is not None:
                 parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.handle))
             launch = Launch(num_sms=num_sms or handle.num_sms or None)
+            biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
         sums, *of_tokens = sent.comm.combine_all(parts, sent.handle, launch=launch)
-        for each in () if bias is None else bias if isinstance(bias, tuple) else (bias,):
+        for each in biases:
             sums += each
         return sums, of_tokens[0] if of_tokens else None, finished(async_with_compute_stream)
 
@@ -289,6 +294,15 @@ def _dispatch(
         psum_num_recv_tokens_per_expert=ends_in_blocks(counts, alignment),
         sent=sent,
     )
+
+
+def _require_as_sent(handle: EPHandle, topk_idx: torch.Tensor | None, **sizes: int | None) -> None:
+    """Raise ``ValueError`` for arguments that differ from those of the handle's dispatch."""
+    if topk_idx is not None:
+        raise ValueError("a handle has its routing: topk_idx must be None with it")
+    for name, size in sizes.items():
+        if size is not None and size != (known := getattr(handle, name)):
+            raise ValueError(f"{name} is {size}, but {known} in the handle's dispatch")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -50,10 +50,6 @@ class Need:
             max_bytes_per_token=max(num_bytes, first.shape[1] * 2) + 4 * num_topk,
         )
 
-    def fits(self, capacity: Need) -> bool:
-        """Return whether a communicator of this capacity takes the call."""
-        return self.union(capacity) == capacity
-
     def union(self, other: Need) -> Need:
         """Return the larger of the two, field by field."""
         return Need(**{name: max(getattr(self, name), getattr(other, name)) for name in _FIELDS})
@@ -172,9 +168,10 @@ class GrowingCommunicator:
         if reasons:
             raise RejectedInputError(f"the call was cancelled on all ranks, since {'; '.join(reasons)}")
         needs = [Need(**values) for values, _ in entries]
-        if self._capacity is not None and all(each.fits(self._capacity) for each in needs):
+        needed = reduce(Need.union, needs, self._capacity or needs[0])
+        if needed == self._capacity:
             return False
-        capacity = reduce(Need.union, needs, self._capacity or needs[0]).with_reserve()
+        capacity = needed.with_reserve()
         self._communicators.append(
             Communicator(
                 group,

@@ -19,7 +19,7 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import SentHandle, element_of, require_weights
+from fusco.integrations.along_handles import SentHandle, element_of, require_shape
 from fusco.integrations.expert_rows import counts_on_host, in_blocks
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
@@ -35,6 +35,7 @@ class _Sent(SentHandle):
     num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
     counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
     num_experts: int  # of all ranks together
+    pad_multiple: int  # of the experts' blocks, in rows
     kept: KeptTensors = field(default_factory=KeptTensors)  # at most 16 bytes a token and k
 
 
@@ -144,7 +145,8 @@ class HybridEPBuffer:
             scaling_factor: float32 (num_tokens, hidden_dim / 128).
             num_permuted_tokens: with ``non_blocking`` and without a handle, the number of rows of the output; those
                 that do not fit are dropped, the last experts' first. Otherwise ignored.
-            pad_multiple: every expert's block is padded with zero rows to a multiple of this.
+            pad_multiple: every expert's block is padded with zero rows to a multiple of this; along a handle that of
+                its dispatch, or ``None``.
             handle: of an earlier dispatch: the same routing, which is not planned again.
             non_blocking: do not wait for the number of rows; needs ``num_permuted_tokens``.
 
@@ -154,16 +156,14 @@ class HybridEPBuffer:
             ``non_blocking``; the handle, whose last element is int32 (1,) on the device, one if something was dropped.
         """
         if handle is not None:
-            return self._dispatch_again((hidden, scaling_factor), handle, probs, topk_weights)
+            return self._dispatch_again((hidden, scaling_factor), handle, (probs, topk_weights), pad_multiple)
         with self._comms_of(self._num_experts).rejecting():
             num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
         comms = self._comms_of(num_experts)
         with comms.rejecting():
             payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
-            lost = None
-            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, probs, topk_weights)
-            if routing_map is not None:
-                lost = self._maps.count_lost(routing_map, ids)
+            given = (probs, topk_weights)
+            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, num_experts)
             static = _static_rows(num_permuted_tokens) if non_blocking else None
             weights = None if topk_weights is None else topk_weights.float()
             num_topk = ids.shape[1]
@@ -187,8 +187,8 @@ class HybridEPBuffer:
         self._maps.widen(ids.shape[1])
         if non_blocking:
             counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
-            if lost is not None:
-                has_overflow |= lost > 0
+            if self._maps.lost is not None:
+                has_overflow |= self._maps.lost > 0
             overflow = has_overflow.int()
         else:
             counts = counts_on_host(sent)
@@ -198,7 +198,8 @@ class HybridEPBuffer:
         if pad_multiple:
             counts = in_blocks(counts, pad_multiple)
         scales = None if scaling_factor is None else sent.payloads[1]
-        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, ids, num_topk, counts, num_experts)
+        of_tokens = (ids, num_topk, counts, num_experts, pad_multiple or 1)
+        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, *of_tokens)
         return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
 
     @torch.no_grad()
@@ -219,12 +220,14 @@ class HybridEPBuffer:
         not sent to; ``None`` without ``probs``.
         """
         with self._comms_of(self._num_experts).rejecting_latest():
-            sent = _sent(handle)
+            sent = _sent(handle, pad_multiple)
         launch, values_of_rows = self._combine_launch, None
         with sent.comm.rejecting():
             rows = hidden.contiguous()
             if probs is not None:
-                values_of_rows = rows_of_weights(probs.reshape(-1).float(), sent.handle)
+                values = probs.reshape(-1).float()
+                require_shape("probs", values, sent.handle.num_rows)
+                values_of_rows = rows_of_weights(values, sent.handle)
         if values_of_rows is None:
             return sent.comm.combine(rows, sent.handle, weights=None, launch=launch), None
         parts = (rows, values_of_rows)
@@ -261,10 +264,13 @@ class HybridEPBuffer:
         else:
             with self._rank_rows.comms.rejecting():
                 num_experts = self._count_experts(None, num_of_experts, routing_map)
-                topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, probs, topk_weights)
+                given = (probs, topk_weights)
+                topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, given, num_experts)
                 is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
                 routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
+            with sent.comm.rejecting():
+                self._maps.require_none_lost()
             weights = None if topk_weights is None else sent.weights()
             num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
             handle = (sent, None, None, num_rows, sent.local_map(), len(hidden), None)
@@ -287,10 +293,11 @@ class HybridEPBuffer:
         with sent.comm.rejecting():
             rows = [each.contiguous() for each in payloads]
             if probs is not None:
+                require_shape("probs", probs, len(sent.require_topk_idx()), sent.num_experts)
                 topk_weights = sent.weights_of_tokens(probs)
             weights = None if topk_weights is None else topk_weights.float()
             if weights is not None:
-                require_weights(weights, sent.require_topk_idx().shape)
+                require_shape("topk_weights", weights, *sent.require_topk_idx().shape)
         return sent, *sent.dispatch_again(rows, weights, self._dispatch_launch)
 
     @torch.no_grad()
@@ -307,6 +314,7 @@ class HybridEPBuffer:
         if probs is None:
             return combine([hidden], sent, self._combine_launch)[0], None
         with sent.comm.rejecting():
+            require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
             values = probs[:, self._local(sent)]
         return combine_dense(hidden, values, sent, self._combine_launch)
 
@@ -314,18 +322,20 @@ class HybridEPBuffer:
         self,
         given: tuple[torch.Tensor | None, ...],
         handle: tuple[Any, ...],
-        probs: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
+        given_weights: tuple[torch.Tensor | None, torch.Tensor | None],
+        pad_multiple: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
+        probs, topk_weights = given_weights
         with self._comms_of(self._num_experts).rejecting_latest():
-            sent = _sent(handle)
+            sent = _sent(handle, pad_multiple)
         with sent.comm.rejecting():
             payloads = [each.contiguous() for each in given if each is not None]
             if probs is not None:
+                require_shape("probs", probs, len(sent.topk_idx), sent.num_experts)
                 columns = sent.kept.get("columns", probs.device, lambda: sent.topk_idx.clamp(min=0))
                 topk_weights = probs.gather(1, columns)
             else:
-                require_weights(topk_weights, torch.Size((len(sent.topk_idx), sent.num_topk)))
+                require_shape("topk_weights", topk_weights, len(sent.topk_idx), sent.num_topk)
             weights = None if topk_weights is None else _padded(topk_weights.float(), sent.topk_idx.shape[1], 0)
         rows, of_rows = sent.dispatch_again(payloads, weights, self._dispatch_launch)
         row_weights = None if of_rows is None else weights_of_slots(of_rows, sent.handle)
@@ -350,15 +360,20 @@ class HybridEPBuffer:
         verb: str,
         routing_map: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
-        probs: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
+        given_weights: tuple[torch.Tensor | None, torch.Tensor | None],
+        num_experts: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the experts of tokens and their weights, of which a map and ``probs`` precede the others."""
+        probs, topk_weights = given_weights
+        self._maps.lost = None  # of an earlier map
         if routing_map is not None:
             topk_idx = self._maps.indices_of(routing_map)
         if topk_idx is None:
             raise ValueError(f"{verb} needs one of routing_map, topk_idx and handle")
-        return topk_idx, topk_weights if probs is None else probs.float().gather(1, topk_idx.clamp(min=0))
+        if probs is None:
+            return topk_idx, topk_weights
+        require_shape("probs", probs, len(topk_idx), num_experts)
+        return topk_idx, probs.float().gather(1, topk_idx.clamp(min=0))
 
     def _comms_of(self, num_experts: int) -> GrowingCommunicator:
         """Return the communicators of layers with so many experts."""
@@ -373,8 +388,11 @@ class HybridEPBuffer:
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
 
 
-def _sent(handle: Any) -> _Sent:
-    return element_of(handle, 0, _Sent, "dispatch_with_permute of a HybridEPBuffer")
+def _sent(handle: Any, pad_multiple: int | None) -> _Sent:
+    sent = element_of(handle, 0, _Sent, "dispatch_with_permute of a HybridEPBuffer")
+    if pad_multiple and pad_multiple != sent.pad_multiple:
+        raise ValueError(f"pad_multiple is {pad_multiple}, but the handle's rows are in blocks of {sent.pad_multiple}")
+    return sent
 
 
 def _routing_of(handle: Any) -> RankRouting:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import SentHandle
+from fusco.integrations.along_handles import SentHandle, require_shape
 from fusco.integrations.growth import GrowingCommunicator, Need
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import places_of, scattered
@@ -125,6 +125,7 @@ class RankRows:
         """
         topk_idx, topk_weights, num_experts = routing
         with self.comms.rejecting():
+            require_shape("is_token_in_rank", is_token_in_rank, len(payloads[0]), self._num_ranks)
             words = self._words(payloads[0], topk_idx, topk_weights)
             sent = [*(payload.contiguous() for payload in payloads), words]
             ranks_of_tokens = self._ranks_of_tokens(is_token_in_rank)
@@ -168,7 +169,10 @@ class RankRows:
     ) -> torch.Tensor:
         source = torch.full((len(like), 1), self._rank, dtype=torch.int32, device=like.device)
         if topk_idx is None:
+            if topk_weights is not None:
+                raise ValueError("topk_weights need topk_idx, the experts that they are of")
             return source
+        require_shape("topk_weights", topk_weights, *topk_idx.shape)
         weights = topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32) if topk_weights is None else topk_weights
         return torch.cat([source, topk_idx.int(), weights.float().contiguous().view(torch.int32)], 1)
 

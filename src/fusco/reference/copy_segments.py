@@ -8,6 +8,6 @@ import torch
 def copy_segments(
     src: torch.Tensor, src_offset: torch.Tensor, dst: torch.Tensor, dst_offset: torch.Tensor, num_bytes: torch.Tensor
 ) -> None:
-    """See ``fusco.cpu.kernels.copy_segments``."""
+    """See ``fusco.cuda.kernels.copy_segments``."""
     for origin, to, size in zip(src_offset.tolist(), dst_offset.tolist(), num_bytes.tolist(), strict=True):
         dst[to : to + size] = src[origin : origin + size]

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from fusco.bench.stopwatch import SectionTimer
-from fusco.fsdp.dispatcher import Arrival, Dispatcher
+from fusco.bench.prefill.dispatchers import TimedDispatcher
+from fusco.fsdp.dispatcher import Arrival
 
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 
 @dataclass
-class ObservingDispatcher:
+class ObservingDispatcher(TimedDispatcher):
     """Wraps a dispatcher and measures its calls.
 
     A section lasts until the verb returns, on CUDA until its work on the stream is done; it includes waiting for other
@@ -24,17 +23,11 @@ class ObservingDispatcher:
     Verbs that activation checkpointing repeats count as forward.
     """
 
-    inner: Dispatcher  # the dispatcher that moves the rows
-    timer: SectionTimer  # adds up the times
     num_layers: int  # calls of a forward pass; later ones in a step are recomputations and not recorded
     keeps_routing: bool = False  # whether to record ``topk_idx``
     # for each layer of this step, the rows of each local expert
     num_rows: list[torch.Tensor] = field(default_factory=list)
     topk_idx: list[torch.Tensor] = field(default_factory=list)  # for each layer of this step, the routing, if recorded
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.inner.group
 
     def start_step(self) -> None:
         """Drop the records of the previous step."""
@@ -45,8 +38,7 @@ class ObservingDispatcher:
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
         x = self._mark_backward(x, "dispatch_backward")
-        with self.timer.timed("dispatch"):
-            arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
+        arrival = super().dispatch(x, topk_idx, topk_weights, num_experts)
         if len(self.num_rows) < self.num_layers:
             self.num_rows.append(arrival.num_rows_per_expert)
             if self.keeps_routing:
@@ -55,19 +47,14 @@ class ObservingDispatcher:
         return Arrival(rows, arrival.num_rows_per_expert, arrival.ticket)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        y = self._mark_backward(y, "combine_backward")
-        with self.timer.timed("combine"):
-            out = self.inner.combine(y, arrival)
+        out = super().combine(self._mark_backward(y, "combine_backward"), arrival)
         return self._mark_backward(out, "combine_backward")
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
 
     def _mark_backward(self, tensor: torch.Tensor, section: str) -> torch.Tensor:
         """Return the same tensor; the section is marked when its gradient is computed."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        marked: torch.Tensor = _MarkBackward.apply(tensor, lambda: self.timer.mark(section))  # type: ignore[no-untyped-call]
+        marked: torch.Tensor = _MarkBackward.apply(tensor, lambda: self.clock.mark(section))  # type: ignore[no-untyped-call]
         return marked
 
 

@@ -135,7 +135,7 @@ def _record(
     job: TrainingJob, observer: ObservingDispatcher, name: str, index: int, of_all: tuple[float, float], step_s: float
 ) -> StepRecord:
     """Return the record of a step of all ranks, whose loss and norm ``of_all`` are; a collective."""
-    section_to_s = observer.timer.take_s(SECTIONS)
+    section_to_s = observer.clock.take_s(SECTIONS)
     local = torch.tensor([step_s, *map(section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu")
     gathered = [torch.empty_like(local) for _ in range(job.num_ranks)]
     dist.all_gather(gathered, local)

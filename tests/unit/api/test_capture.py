@@ -44,7 +44,7 @@ class Scene:
 
     def __init__(self, topology: Topology) -> None:
         self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
-        self.session = mock.Mock(sequence_number=1, has_published=False)
+        self.session = mock.MagicMock(sequence_number=1, has_published=False)
         self.session.access = Access("a communicator")
         self.session.begin.side_effect = lambda _: Call(1, CallProfile())
         self.engine = mock.Mock(topology=topology)
@@ -120,6 +120,6 @@ def test_what_is_no_collective_is_refused_before_it_begins():
 def test_rows_that_are_no_sequence_are_refused_on_all_ranks(capture):
     capture.return_value = False
     scene = Scene(Topology.of_equal_nodes(4, 4))
-    with pytest.raises(TypeError, match="y must be a tensor, got NoneType"):
+    with pytest.raises(TypeError, match="combine_all takes a sequence of tensors, got NoneType"):
         scene.comm.combine_all(None, scene.handle)
-    assert "y must be a tensor, got NoneType" in scene.told()
+    assert "combine_all takes a sequence of tensors, got NoneType" in scene.told()

@@ -79,7 +79,7 @@ def test_a_repository_that_encloses_an_installation_is_not_named(checkout, tmp_p
     installed.mkdir(parents=True)
     (installed / "__init__.py").touch()
     assert describe_commit(installed) == "none"
-    git(checkout, "add", "--force", ".venv")  # even if somebody tracks it
+    git(checkout, "add", "--force", ".venv")  # even if it is tracked
     assert describe_commit(installed) == "none"
     assert describe_commit(repository(tmp_path / "other", "other", "src/fusco") / "src" / "fusco") == "none"
     alone = tmp_path / "alone" / "src" / "fusco"

@@ -23,7 +23,7 @@ def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
     assert all(f'"{name}>={least}"' in needed for name, least in LEAST_VERSIONS.items())
     assert all(f'"{name}>={least}"' in needed for name, least in LEAST_OF_FSDP.items())
     shown = " ".join((ROOT / "README.md").read_text().split())
-    assert f"PyTorch {LEAST_VERSIONS['torch']} or newer" in shown
+    assert f"PyTorch {LEAST_VERSIONS['torch']}, or newer" in shown
     assert f"torch=={LEAST_VERSIONS['torch']}.0" in (ROOT / "Makefile").read_text()
     monkeypatch.setattr(
         doctor, "installed", {"torch": "2.6.0+cu124", "numba": "0.61.0rc1", "numpy": "2.0.0"}.__getitem__

@@ -52,7 +52,7 @@ def plan_of_rank_0() -> InternodePlan:
 
 
 class CpuSegmentChannels:
-    """Streams of PyTorch's, of which one is current, and who reads which memory."""
+    """PyTorch's streams, of which one is current, and the streams that read each memory."""
 
     def __init__(self) -> None:
         machine = Machine(seed=0)

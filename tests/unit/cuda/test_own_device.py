@@ -38,7 +38,7 @@ class Patience:
 
 
 class Work:
-    """Work of the caller's on a stream, which takes until it may end."""
+    """The caller's work on a stream, which takes until it may end."""
 
     def __init__(self, at: Rank) -> None:
         self.may_end = self.is_done = False

@@ -1,4 +1,4 @@
-"""Rendezvous of symmetric memory through an all-gather, with a mock of PyTorch's that counts in the same way."""
+"""Rendezvous of symmetric memory through an all-gather, with a mock of PyTorch that counts in the same way."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import torch
 
 from fusco import RejectedInputError, RowOverflowError
 from fusco.integrations.growth import GrowingCommunicator, Need
-from fusco.integrations.routing_maps import RoutingMaps
 
 NEED = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
 
@@ -38,13 +37,3 @@ def test_ranks_compare_their_needs_only_after_errors_that_all_raise(error, devic
     with mock.patch.object(growing, "_grow", return_value=False) as grow, pytest.raises(type(error)):
         growing.run(NEED, torch.device(device), call)
     assert grow.called is compares
-
-
-def test_a_first_call_without_tokens_does_not_limit_the_experts_of_later_ones():
-    maps = RoutingMaps()
-    routing_map = torch.zeros(2, 16, dtype=torch.bool)
-    routing_map[0, :6] = True
-    with mock.patch.object(torch.Tensor, "is_cuda", True):
-        assert maps.indices_of(routing_map[:0]).shape == (0, 1)
-        assert maps.indices_of(~routing_map & routing_map).tolist() == [[-1], [-1]]
-        assert maps.indices_of(routing_map).tolist()[0] == [0, 1, 2, 3, 4, 5, -1, -1]

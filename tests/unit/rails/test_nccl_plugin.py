@@ -165,7 +165,7 @@ def test_a_communicator_that_was_never_accepted(tmp_path):
     with started(tmp_path) as plugin:
         handle, listen = plugin.listen()
         sender = PluginChannel(plugin, plugin.connect(handle), is_sender=True)
-        sent = sender.isend(b"to no one")
+        sent = sender.isend(b"not received")
         sender.progress()
         plugin.call(plugin.table.closeListen, listen)
         settle([sent], sender, limit_s=3.0)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.prefill.iterations import CallClock
+from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import StaticRows
 from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
 
@@ -17,8 +18,8 @@ from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
 class TimedDispatcher:
     """Wraps a dispatcher and marks the sections "dispatch" and "combine"."""
 
-    inner: Dispatcher
-    clock: CallClock
+    inner: Dispatcher  # the dispatcher that moves the rows
+    clock: SectionTimer
 
     @property
     def group(self) -> dist.ProcessGroup:

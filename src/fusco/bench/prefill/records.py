@@ -174,7 +174,8 @@ def _record_of(values: dict[str, Any]) -> PrefillRecord | None:
         iterations = [[Iteration(**rank) for rank in ranks] for ranks in values["iterations"]]
     except TypeError:
         return None  # also of another version
-    numbers = {name: math.inf if value is None else value for name, value in values.items()}  # which JSON lacks
+    # JSON lacks infinity, which is null there.
+    numbers: dict[str, Any] = {name: math.inf if value is None else value for name, value in values.items()}
     return PrefillRecord(**{**numbers, "iterations": iterations})
 
 

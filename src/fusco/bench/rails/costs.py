@@ -7,7 +7,7 @@ import time
 import timeit
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +31,12 @@ _CHOOSE = "choose a rail, count the chunk and its completion"
 def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float) -> Iterator[CaseResult]:
     """Measure control operations of a worker on a host of 4 rails and 4 workers, one call each."""
     rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(4)]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as closing:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as ending:
         board = Board(Path(folder) / "board")
-        closing.callback(board.close)
+        ending.callback(board.close)
         rows = [BoardRow(board, i, 1 << i, rails) for i in range(4)]
         for row in rows:
-            closing.callback(row.close)
+            ending.callback(row.close)
         limits = Limits()
         monitor = ActivityMonitor(board, rows[0].row, [0] * 4, limits.hold_s, limits.chunk_bytes)
         scheduler = Scheduler(rows[0], monitor, POLICIES["fuselink"], limits, direct=1, num_rails=4)
@@ -101,8 +101,8 @@ class _Change:
 
 def _watch(path: Path, end: float) -> list[_Change]:
     """Watch worker 1 use its rail, which worker 0 borrows, until ``end``."""
-    board, changes = Board(path), list[_Change]()
-    try:
+    changes: list[_Change] = []
+    with closing(Board(path)) as board:
         rows = {each.worker: each.row for each in board.workers()}
         was_active, since, finished = False, 0.0, 0.0
         seen = board.cell(rows[0], 1)[POSTED]
@@ -123,8 +123,6 @@ def _watch(path: Path, end: float) -> list[_Change]:
                 changes[-1].again_s = now - finished
             was_active, seen = is_active, other[POSTED]
             time.sleep(_SAMPLE_S)
-    finally:
-        board.close()
     return changes or [_Change()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 
 from fusco.bench.rails import roles
@@ -84,8 +85,7 @@ def kill(bed: Testbed, policy: str) -> float:
             receiver.begin(roles.sink)
             sender.begin(roles.flow, time.monotonic() + START_S, 3.0)
         time.sleep(START_S + 0.7)
-        board = Board(crew.board(0))
-        try:
+        with closing(Board(crew.board(0))) as board:
             row = next(each.row for each in board.workers() if each.worker == 0)
             before = board.cell(row, 1)[TX_BYTES]
             begin = time.monotonic()
@@ -95,8 +95,6 @@ def kill(bed: Testbed, policy: str) -> float:
                     raise TimeoutError("the rail of a killed worker was not used within 3 s")
                 time.sleep(0.001)
             return time.monotonic() - begin
-        finally:
-            board.close()
 
 
 def _speed(deliveries: list[tuple[float, int]], begin: float, end: float) -> float:

@@ -9,10 +9,10 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
-from fusco.cpu.kernels.copy_segments import SegmentMemory, concatenate, copy_segments
 from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
+from fusco.cpu.kernels.segment_memory import SegmentMemory, concatenate
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
@@ -23,7 +23,6 @@ def warm_up_cpu() -> None:
     """Compile every kernel for every dtype, or load it from the disk cache (seconds once, then milliseconds)."""
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
-    copy_segments(memory, none, memory, none, none)
     gather_rows(0, none.numpy(), 1, memory)
     gather_parts(np.zeros((0, 2), np.int64), none.numpy())
     SegmentMemory([]).read(0, 0, 0)

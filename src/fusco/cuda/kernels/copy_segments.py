@@ -20,7 +20,11 @@ def copy_segments(
     dst_offset: torch.Tensor,
     num_bytes: torch.Tensor,
 ) -> None:
-    """See ``fusco.cpu.kernels.copy_segments``; memory is on the device or a peer's, the arrays are on the host."""
+    """Copy ``src[src_offset[i]:][:num_bytes[i]]`` to ``dst[dst_offset[i]:][:num_bytes[i]]`` for every ``i``.
+
+    Both memories are uint8, on the device or a peer's, and do not overlap. Offsets and sizes are in bytes, int64
+    (num_segments,) on the host. They are not checked: callers build them from plans or from checked ``Segments``.
+    """
     if len(num_bytes) == 1:
         # The case of nearly all messages: it needs no table on the device.
         begin, first, size = int(dst_offset), int(src_offset), int(num_bytes)

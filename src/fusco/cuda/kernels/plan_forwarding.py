@@ -29,6 +29,14 @@ ForwardingArgs = struct(
 )
 
 
+class MessageOverflow(NamedTuple):
+    """Tokens for a node that are more than its message has room for."""
+
+    node: int
+    num_tokens: int
+    limit: int
+
+
 class ForwardingSummary:
     """Counts that the kernel writes to host memory.
 
@@ -80,15 +88,15 @@ class ForwardingSummary:
         """Addresses of the int64 of each node that are zero unless it has an overflow."""
         return [self.address + 8 * (self.num_nodes + 1 + node) for node in range(self.num_nodes)]
 
-    def take_overflow(self) -> tuple[int, int, int] | None:
-        """Return the largest overflow: the node, its tokens, and the limit; clear all."""
+    def take_overflow(self) -> MessageOverflow | None:
+        """Return the largest overflow; clear all."""
         words = [self._words.load(self.num_nodes + 1 + node) for node in range(self.num_nodes)]
         if not any(words):
             return None
         for node in range(self.num_nodes):
             self._words.store(self.num_nodes + 1 + node, 0)
         node = words.index(max(words))
-        return node, words[node] >> 32, words[node] & _LOW_HALF
+        return MessageOverflow(node, words[node] >> 32, words[node] & _LOW_HALF)
 
 
 class ForwardingTerms(NamedTuple):
@@ -149,20 +157,28 @@ class ForwardingMemory(Spares[ForwardingTensors]):
         return [ForwardingTensors(of_plan, *self._sizes) for of_plan in memory.unbind()]
 
 
+class LaunchedForwarding(NamedTuple):
+    """Result of ``plan_forwarding``, once the device has made it."""
+
+    plan: ForwardingTensors
+    # uint8 (num_nodes - 1, ...), for each other node, ascending: weights, then int32 ids, of as many rows as are sent
+    messages: torch.Tensor
+    launch: PreparedLaunch
+
+
 def plan_forwarding(
     launcher: Launcher,
     routing: Routing,
     expert_to_node: torch.Tensor,
     summary: ForwardingSummary,
     terms: ForwardingTerms,
-) -> tuple[ForwardingTensors, torch.Tensor, PreparedLaunch]:
+) -> LaunchedForwarding:
     """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
     ``routing`` is contiguous, with weights of float32 or float64; an id that is not an expert counts as none.
     ``expert_to_node`` is int32 (num_experts,).
 
-    Returns the plan; uint8 (num_nodes - 1, ...), a message to each other node, ascending: weights, then int32 ids, of
-    as many rows as are sent; and the launch. See the twin.
+    See the twin.
     """
     topk_idx, weights, num_nodes = routing.topk_idx, routing.topk_weights, summary.num_nodes
     weight_bytes = 0 if weights is None else weights.element_size()
@@ -177,7 +193,7 @@ def plan_forwarding(
     arguments.node_to_tokens, arguments.token_to_place = plan.address, plan.address + plan.offset_of_places(0)
     arguments.messages, arguments.ticket = messages.data_ptr(), terms.ticket
     prepared.launch(launcher.stream)
-    return plan, messages, prepared
+    return LaunchedForwarding(plan, messages, prepared)
 
 
 def forwarding_fields(
