@@ -362,7 +362,7 @@ MISMATCHES = {
     "dispatch_with_gradients": Mistake(lambda s: s.dispatch(s.x.clone().requires_grad_()), MISMATCH, ["requires_grad"]),
     "dispatch_more_payloads": Mistake(lambda s: s.dispatch([s.x, s.x]), MISMATCH, ["payloads"]),
     "combine_other_dtype": Mistake(
-        lambda s: s.combine(s.y.bfloat16()), MISMATCH, ["float32[3]", "['bfloat16[3]'] on rank 2"], "combine"
+        lambda s: s.combine(s.y.bfloat16()), MISMATCH, ["float32[3]", "bfloat16[3] on rank 2"], "combine"
     ),
     "combine_unweighted": Mistake(lambda s: s.combine(weights=None), MISMATCH, ["is_weighted"], "combine"),
     "combine_all_of_more_tensors": Mistake(

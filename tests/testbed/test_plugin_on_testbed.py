@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from fusco.bench.rails import contention, roles
-from fusco.bench.rails.crew import START_S, VARIANTS, Crew
+from fusco.bench.rails import contention
+from fusco.bench.rails.crew import VARIANTS
 from fusco.bench.rails.faults import flap, kill
-from fusco.rails import Limits
 from fusco.testbed import Testbed
 
 PLUGIN, RATE = VARIANTS["nccl"], 2_000_000_000
@@ -21,25 +18,15 @@ def bed():
         yield testbed
 
 
-def of_line_rate(bed, num_rails, seconds=0.5):
-    with Crew(bed, PLUGIN, num_rails=num_rails) as crew:
-        sender, receiver = crew.hire((0, 0), (1, 0))
-        crew.connect([(sender, receiver)])
-        receiver.begin(roles.sink)
-        sender.begin(roles.flow, time.monotonic() + START_S, seconds)
-        receiver.result()
-        return sender.result() * 8e9 / RATE / num_rails
-
-
 @pytest.mark.parametrize(("num_rails", "least"), [(1, 0.95), (2, 0.95), (4, 0.8)])
 def test_bandwidth_is_that_of_all_rails(bed, num_rails, least):
     # 4 rails need a whole core, which other tests may share: alone they reach 0.98.
-    assert least < of_line_rate(bed, num_rails) < 1.02
+    assert least < contention.run_alone(bed, PLUGIN, num_rails, 0.5)[0] * 8e9 / RATE / num_rails < 1.02
 
 
 def test_an_owner_is_not_slowed_down(bed):
     case = contention.Contention(1, 4_000_000, 0.06)
-    lent = contention.run(bed, PLUGIN, Limits(), case, 1.0)
+    lent = contention.run(bed, PLUGIN, case, 1.0)
     assert lent["victim mean ms"] < 1.4 * 16.2  # what 4 MB take on an idle rail
     assert lent["of what is left"] > 0.8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,18 +158,16 @@ def explain_shuffle(matrix: str, rank_bytes: IntArray, topology: Topology, slice
     crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
     has_lanes = are_lanes_worth_it(rank_bytes, topology, slice_bytes)
     plain = loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))
-    carried: list[CarriedBytes] = []
+    carried: Counter[tuple[int, int, int]] = Counter()  # by carrier, rank and node
     handed_on = 0
     if has_lanes:
         schedule = schedule_for(crossing, topology, CPU_LINKS)
         sent = schedule.internode
         loads, handed_on = sent.load(topology.world_size), int(schedule.redistribution.num_bytes.sum())
         of_others = sent.select(sent.from_rank != sent.src_rank)
-        ends = np.stack((of_others.from_rank, of_others.src_rank, nodes[of_others.dst_rank]))
-        found, which = np.unique(ends, axis=1, return_inverse=True)
-        sizes = np.zeros(found.shape[1], np.int64)
-        np.add.at(sizes, which.ravel(), of_others.num_bytes)
-        carried = [CarriedBytes(*column) for column in np.vstack((found, sizes)).T.tolist()]
+        columns = (of_others.from_rank, of_others.src_rank, nodes[of_others.dst_rank], of_others.num_bytes)
+        for carrier, rank, node, size in np.stack(columns, axis=1).tolist():
+            carried[carrier, rank, node] += size
     return ShuffleRecord(
         matrix=matrix,
         nodes=topology.num_nodes,
@@ -180,6 +179,6 @@ def explain_shuffle(matrix: str, rank_bytes: IntArray, topology: Topology, slice
             RankLoad(rank, node, *plain[:, rank].tolist(), *loads[:, rank].tolist())
             for rank, node in enumerate(topology.rank_to_node)
         ],
-        carried=carried,
+        carried=[CarriedBytes(*ends, size) for ends, size in sorted(carried.items())],
         handed_on_bytes=handed_on,
     )

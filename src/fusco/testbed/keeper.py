@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from fusco.testbed.layout import Layout, host_name
+from fusco.testbed.layout import Layout
 from fusco.testbed.namespaces import NEW_NAMES, NEW_NETWORK, become_root, set_host_name, unshare
 from fusco.testbed.network import Switch
 
@@ -34,7 +34,7 @@ class Keeper:
         self._names: list[int] = []
         for host in range(layout.num_hosts):
             unshare(NEW_NAMES)
-            set_host_name(host_name(host))
+            set_host_name(f"host{host}")
             self._names.append(os.open("/proc/self/ns/uts", os.O_RDONLY | os.O_CLOEXEC))
             for local_rank in range(layout.ranks_per_host):
                 self.switch.connect(host, local_rank)

@@ -71,11 +71,6 @@ def interface(rail: int) -> str:
     return f"rail{rail}"
 
 
-def host_name(host: int) -> str:
-    """Return a host's name."""
-    return f"host{host}"
-
-
 def parse_rate(text: str) -> int:
     """Return bits per second; ``ValueError`` for a text that is not a rate.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member
 from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms, scaled
-from fusco.rails import POLICIES, Limits, Policy
+from fusco.rails import POLICIES, Policy
 from fusco.testbed import Testbed
 
 
@@ -31,28 +31,21 @@ class Contention:
 
 CASES = (Contention(1, 16_000_000, 0.3), Contention(3, 2_000_000, 0.05), Contention(3, 16_000_000, 0.3))
 # Table 2 in steps: each adds one thing to the one before.
-STEPS: tuple[tuple[str, Policy, Limits], ...] = (
-    ("direct rail only", POLICIES["direct"], Limits()),
-    ("+ all rails, without control", POLICIES["spray"], Limits()),
-    ("+ monitors, bound per worker (FuseLink)", POLICIES["fuselink-paper"], Limits()),
-    ("+ activity instead of completions", Policy("activity", POLICIES["fuselink"].choose, bound="worker"), Limits()),
-    ("+ bound shared by all workers", Policy("shared", POLICIES["fuselink"].choose), Limits()),
-    ("+ lower priority (fuselink)", POLICIES["fuselink"], Limits()),
-)
+STEPS = {
+    "direct rail only": POLICIES["direct"],
+    "+ all rails, without control": POLICIES["spray"],
+    "+ monitors, bound per worker (FuseLink)": POLICIES["fuselink-paper"],
+    "+ activity instead of completions": Policy("activity", POLICIES["fuselink"].choose, bound="worker"),
+    "+ bound shared by all workers": Policy("shared", POLICIES["fuselink"].choose),
+    "+ lower priority (fuselink)": POLICIES["fuselink"],
+}
 
 
 def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure a flow of one worker for each policy and number of rails."""
     for name in policies:
         for num_rails in [1] if name == "direct" else range(1, bed.layout.num_rails + 1):
-            with Crew(bed, VARIANTS[name], num_rails=num_rails) as crew:
-                (sender,), (receiver,) = crew.hire_pairs(1)
-                before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
-                receiver.begin(roles.sink)
-                sender.begin(roles.flow, time.monotonic() + START_S, seconds)
-                speed = sender.result()
-                receiver.result()
-                carried = [bed.counters(0, rail).sent_bytes - before[rail] for rail in range(num_rails)]
+            speed, carried = run_alone(bed, VARIANTS[name], num_rails, seconds)
             fair = sum(carried) / num_rails
             results = {
                 "GB/s": speed,
@@ -63,19 +56,31 @@ def measure_bandwidth(bed: Testbed, policies: list[str], seconds: float) -> Iter
             yield CaseResult(f"{num_rails} rail{'s' * (num_rails > 1)}", name, results)
 
 
+def run_alone(bed: Testbed, policy: Policy, num_rails: int, seconds: float) -> tuple[float, list[int]]:
+    """Return the GB/s of a flow of one worker, and the bytes that each rail has carried."""
+    with Crew(bed, policy, num_rails=num_rails) as crew:
+        (sender,), (receiver,) = crew.hire_pairs(1)
+        before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
+        receiver.begin(roles.sink)
+        sender.begin(roles.flow, time.monotonic() + START_S, seconds)
+        speed = sender.result()
+        receiver.result()
+        return speed, [bed.counters(0, rail).sent_bytes - sent for rail, sent in enumerate(before)]
+
+
 def measure_contention(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure each case that the testbed has rails for with each policy."""
     for case in CASES:
         if case.num_flows < bed.layout.num_rails:
             for name in policies:
-                yield CaseResult(str(case), name, run(bed, VARIANTS[name], Limits(), case, seconds))
+                yield CaseResult(str(case), name, run(bed, VARIANTS[name], case, seconds))
 
 
 def measure_steps(bed: Testbed, _policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure the design step by step: three flows and a victim."""
     case = Contention(bed.layout.num_rails - 1, 2_000_000, 0.05)
-    for name, policy, limits in STEPS:
-        yield CaseResult(str(case), name, run(bed, policy, limits, case, seconds))
+    for name, policy in STEPS.items():
+        yield CaseResult(str(case), name, run(bed, policy, case, seconds))
 
 
 def measure_incast(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
@@ -97,10 +102,10 @@ def measure_incast(bed: Testbed, policies: list[str], seconds: float) -> Iterato
         yield CaseResult("victim of another host, 16 MB / 300 ms", policy.name, {**of_victim, "flow GB/s": speed})
 
 
-def run(bed: Testbed, policy: Policy, limits: Limits, case: Contention, seconds: float) -> dict[str, float]:
+def run(bed: Testbed, policy: Policy, case: Contention, seconds: float) -> dict[str, float]:
     """Run flows and victim; each has a sink of the same number on the other host."""
     num_rails, victim_bytes = case.num_flows + 1, scaled(case.victim_bytes, bed)
-    with Crew(bed, policy, limits, num_rails=num_rails) as crew:
+    with Crew(bed, policy, num_rails=num_rails) as crew:
         senders, sinks = crew.hire_pairs(num_rails)
         of_victim, speed = send(senders, sinks, victim_bytes, case.period_s, seconds)
     left = num_rails * line_rate(bed) - victim_bytes / case.period_s / 1e9

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusco.bench.worker import Worker
-from fusco.rails import POLICIES, Channel, Endpoint, Limits, Policy, Rail
+from fusco.rails import POLICIES, Channel, Endpoint, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
 
 #: What is measured: the policies, and ``fuselink`` as NCCL's plugin has it, which sends in one direction only.
@@ -22,13 +22,12 @@ START_S = 0.1  # from the order to begin to the beginning, which all workers kno
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a worker in the testbed, with the rails and settings of its host."""
+    """Place of a worker in the testbed, with the rails of its host."""
 
     host: int  # host of the testbed
     worker: int  # number on that host; it owns rail ``worker``
     rails: tuple[Rail, ...]  # of the host
     policy: Policy  # how it uses them
-    limits: Limits  # bounds
     board: Path  # the host's board
 
 
@@ -45,24 +44,23 @@ class Office:
     """A worker's endpoint and channels, kept between roles; in the worker's process."""
 
     def __init__(self, place: Place) -> None:
-        options: dict[str, Any] = {"limits": place.limits, "board": place.board}
+        options: dict[str, Any] = {"worker": place.worker, "rails": place.rails, "board": place.board}
         self.endpoint: Any
         if place.policy.name == "nccl":
             from fusco.bench.rails.plugin import PluginEndpoint  # noqa: PLC0415  loads torch
 
-            self.endpoint = PluginEndpoint(worker=place.worker, rails=place.rails, policy="fuselink", **options)
+            self.endpoint = PluginEndpoint(policy="fuselink", **options)
         else:
-            self.endpoint = Endpoint(worker=place.worker, rails=place.rails, policy=place.policy, **options)
+            self.endpoint = Endpoint(policy=place.policy, **options)
         self.channels: list[Channel] = []
 
 
 class Crew:
     """The workers of one measurement. Worker w of a host owns rail w."""
 
-    def __init__(self, bed: Testbed, policy: Policy, limits: Limits | None = None, *, num_rails: int = 0) -> None:
+    def __init__(self, bed: Testbed, policy: Policy, *, num_rails: int = 0) -> None:
         """Prepare; with ``num_rails``, hosts use their first rails only."""
-        self._bed, self._policy, self._limits = bed, policy, limits or Limits()
-        self._num_rails = num_rails or bed.layout.num_rails
+        self._bed, self._policy, self._num_rails = bed, policy, num_rails or bed.layout.num_rails
         self._boards = tempfile.TemporaryDirectory(prefix="fusco-rails-", dir="/dev/shm")
         self._members: dict[tuple[int, int], Member] = {}
 
@@ -78,7 +76,7 @@ class Crew:
                 Rail(self._bed.interface(i), self._bed.address(host, i), (i,), layout.rate)
                 for i in range(self._num_rails)
             )
-            place = Place(host, worker, rails, self._policy, self._limits, self.board(host))
+            place = Place(host, worker, rails, self._policy, self.board(host))
             self._members[host, worker] = Member(place, self._bed.namespaces(host))
         return [self._members[each] for each in places]
 

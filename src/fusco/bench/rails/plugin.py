@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusco.core.errors import FuscoError
-from fusco.rails import Limits, Rail
+from fusco.rails import Rail
 from fusco.rails.buffers import as_bytes
 from fusco.rails.nccl import environment_of_plugin
 
@@ -250,8 +250,8 @@ class PluginChannel:
 class PluginEndpoint:
     """The plugin of this process, like ``fusco.rails.Endpoint``; its thread plays NCCL's proxy thread."""
 
-    def __init__(self, *, worker: int, rails: Sequence[Rail], limits: Limits, board: Path, policy: str) -> None:
-        chosen = environment_of_plugin(rails, worker=worker, limits=limits, board=board, policy=policy)
+    def __init__(self, *, worker: int, rails: Sequence[Rail], board: Path, policy: str) -> None:
+        chosen = environment_of_plugin(rails, worker=worker, limits=None, board=board, policy=policy)
         os.environ.update(chosen)  # the plugin has no other configuration
         self.plugin = Plugin(chosen["NCCL_NET_PLUGIN"])
         self.channels: list[PluginChannel] = []
