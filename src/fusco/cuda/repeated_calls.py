@@ -169,7 +169,7 @@ class Repeated:
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
         return (
-            (self._launch == launch if launch else not self._launch.num_sms)
+            (not self._launch.num_sms if launch is None else type(launch) is Launch and self._launch == launch)
             and self._order.goes_on(self._stream)
             and self._context.timeline is NO_TIMELINE
             and torch.is_inference_mode_enabled() is self._is_inference
@@ -245,7 +245,8 @@ class RepeatedDispatch(Repeated):
     ) -> list[torch.Tensor] | None:
         """Return memory for the rows; ``None`` if the call is another one, or there is none."""
         static = routed[-1]
-        if (static is not self._static and static != self._static) or not self._fits(launch):
+        is_same = static is self._static or (type(static) is StaticRows and static == self._static)
+        if not (is_same and self._fits(launch)):
             return None
         if static and torch.are_deterministic_algorithms_enabled():
             return None  # PyTorch fills new memory then, and ``_allocate`` does not
