@@ -6,10 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from one_rank import OneRank, case_of
+from one_rank import OneRank, case_of, taken
 
 import fusco
-from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch
+from comparison import assert_same_bits
+from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
 from generator import values
 
 pytestmark = pytest.mark.cuda
@@ -34,3 +35,28 @@ def test_repeated_calls_equal_their_twins(one: OneRank, is_static: bool, hidden:
                 one.combine(case, handle, hidden, torch.bfloat16)
     assert dispatches.call_count == NUM_CALLS - FIRST_CALLS
     assert combines.call_count == (0 if is_static else NUM_CALLS - FIRST_CALLS)
+
+
+def test_repeated_calls_along_handles_equal_their_twins(one: OneRank):
+    """Two handles in turn: what is repeated along one must not use the plan of the other."""
+    kinds = (168, torch.bfloat16), (3, torch.float32)
+    cases = [case_of("ragged with holes", seed, num_topk=6, max_tokens=200) for seed in (5, 6)]
+    x = [values((case.num_tokens(0), 168), torch.bfloat16, 0, "x") for case in cases]
+    handles = [one.dispatch(case, [rows]) for case, rows in zip(cases, x, strict=True)]
+    plans = [one.plan(case) for case in cases]
+    with (
+        mock.patch.object(RepeatedRedispatch, "run", autospec=True, side_effect=RepeatedRedispatch.run) as redispatches,
+        mock.patch.object(RepeatedCombine, "run", autospec=True, side_effect=RepeatedCombine.run) as combines,
+    ):
+        for seed in range(1, 2 * NUM_CALLS):
+            case, handle, plan = (of[seed % 2] for of in (cases, handles, plans))
+            payloads = [values((case.num_tokens(0), width), dtype, seed, "x") for width, dtype in kinds]
+            again = one.comm.dispatch_again([payload.to(one.device) for payload in payloads], handle)
+            one.check_rows(again, payloads, plan)
+            ys = [values((handle.num_rows, width), dtype, seed, "y") for width, dtype in kinds]
+            sums = one.comm.combine_all([y.to(one.device) for y in ys], handle)
+            one.comm.wait()
+            for y, out in zip(ys, sums, strict=True):
+                assert_same_bits(taken(out), one.twin_of_combine(case, y, plan, None), f"sums of {y.dtype}")
+    assert redispatches.call_count > FIRST_CALLS
+    assert combines.call_count > FIRST_CALLS
