@@ -98,7 +98,8 @@ class Mesh:
 
         ``num_moved``: the bytes sent to each peer, in the order of ``peer_to_memory``, then those received from each.
         """
-        copy, self._memory_behind = memoryview(bytes(message)), None
+        assert self.is_done, self._tickets
+        copy, self._memory_behind, self._tickets = memoryview(bytes(message)), None, []
         moved = zip(num_moved, num_moved[len(peer_to_memory) :], strict=False)
         for (peer, memory), (num_sent, num_received) in zip(peer_to_memory.items(), moved, strict=True):
             if num_sent < len(copy):

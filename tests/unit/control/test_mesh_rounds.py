@@ -111,6 +111,25 @@ def test_the_rest_of_a_message_may_come_later_than_its_first_part(num_at_first):
     assert on_ranks(2, talk)[0] == ([], [1], b"later")
 
 
+def test_rounds_that_were_begun_outside_go_on_and_leave_nothing_behind():
+    message, num_sent = b"a record", 3
+
+    def talk(store_gather):
+        mesh, peer, rounds = mesh_of(store_gather), 1 - store_gather.rank, []
+        exchange(mesh, message, [peer])
+        for _ in range(3):
+            mesh.transport._connections[peer].sendall(message[:num_sent])
+            mesh.resume(memoryview(message), {peer: memoryview(memory := bytearray(len(message)))}, [num_sent, 0])
+            deadline = time.monotonic() + LIMIT_S
+            while not mesh.is_done and time.monotonic() < deadline:
+                mesh.poll()
+            rounds.append((bytes(memory), len(mesh._tickets)))
+        mesh.transport.close()
+        return rounds
+
+    assert on_ranks(2, talk) == {rank: [(message, 2)] * 3 for rank in range(2)}
+
+
 def test_a_peer_that_has_gone_is_named():
     def talk(store_gather):
         mesh = mesh_of(store_gather)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.api.create import check_device
 from fusco.core.config import EngineConfig
+from fusco.cuda.kernels.combine_rows import fitting_ring
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
 from fusco.cuda.open_library import open_library
+from fusco.cuda.tuning import ROWS_OF_EACH_SHAPE, combine_shape
 
 pytest.importorskip("cuda.core", reason="without cuda-core every GPU is refused")
 
-HOPPER, A100 = 227 << 10, 163 << 10  # bytes of shared memory in a block
+HOPPER, A100, ADA = 227 << 10, 163 << 10, 99 << 10  # bytes of shared memory in a block
 
 
 @pytest.fixture
@@ -76,3 +79,17 @@ def test_more_pairs_than_kernels_count_are_refused():
     assert library_for(placement, HOPPER, num_topk=8, max_tokens=2**25 - 1)
     with pytest.raises(ValueError, match=r"max_tokens_per_rank=33554432 and num_topk=8 on 2 ranks make 536870912"):
         library_for(placement, HOPPER, num_topk=8, max_tokens=2**25)
+
+
+@pytest.mark.parametrize("wire_bytes", [2, 4])
+@pytest.mark.parametrize("limit", [HOPPER, A100, ADA])
+def test_a_combine_of_any_width_fits_into_a_block_of_whole_warps(limit, wire_bytes):
+    for num_rows, num_vectors, num_sms in itertools.product(ROWS_OF_EACH_SHAPE, range(1, 65), (32, 132)):
+        wanted = combine_shape(num_rows, num_vectors, num_sms)
+        shape = fitting_ring(wanted, limit, 2, wire_bytes)
+        num_warps, rest = divmod(shape.num_threads, 32)
+        assert (rest, num_warps > 0, shape.depth >= 2) == (0, True, True), (wanted, shape)
+        # A stage has 16 bytes of each row for each vector of a thread.
+        assert shape.depth * shape.num_threads * shape.unroll * 16 * wire_bytes // 2 < limit, (wanted, shape)
+        if limit == HOPPER and wire_bytes == 2:
+            assert shape == wanted

@@ -18,13 +18,20 @@ from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.tuning import RingShape, combine_parts, combine_senders, combine_shape, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
+_STATIC_BYTES = 256  # more than the kernel's own variables in shared memory
 
 
 def fitting_ring(shape: RingShape, max_shared_bytes: int, row_item_bytes: int, wire_item_bytes: int) -> RingShape:
-    """Return a shape whose stages fit into a block's shared memory: wide partial sums take as much as several rows."""
-    shape = replace(shape, num_threads=shape.num_threads // max(1, wire_item_bytes // row_item_bytes))
-    depth = min(shape.depth, max_shared_bytes // _stage_bytes(shape, row_item_bytes, wire_item_bytes))
-    return replace(shape, depth=max(2, depth))
+    """Return a shape whose stages fit into a block's shared memory: wide partial sums take as much as several rows.
+
+    Threads are whole warps, which are fewer where not even two stages of all of them fit.
+    """
+    width = max(1, wire_item_bytes // row_item_bytes)
+    of_warp = _stage_bytes(replace(shape, num_threads=WARP_SIZE), row_item_bytes, wire_item_bytes)
+    room = max_shared_bytes - _STATIC_BYTES
+    num_warps = max(1, min(shape.num_threads // width // WARP_SIZE, room // (2 * of_warp)))
+    depth = min(shape.depth, room // (num_warps * of_warp))
+    return replace(shape, num_threads=num_warps * WARP_SIZE, depth=max(2, depth))
 
 
 def _stage_bytes(shape: RingShape, row_item_bytes: int, wire_item_bytes: int) -> int:
