@@ -11,14 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
+from fusco.bench.names import MAX_CASE_S
 from fusco.cli import options
 from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from fusco.bench.rails.record import RailsRecord
-
-_MAX_SECONDS = 600.0
 
 
 def rails(
@@ -36,7 +35,7 @@ def rails(
     num_rails: Annotated[int, typer.Option("--rails", min=2, max=16, help="Rails of each host.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of a rail, such as 2gbit.")] = "2gbit",
     seconds: Annotated[
-        float | None, typer.Option(min=0.5, max=_MAX_SECONDS, help="Seconds of a case. Default: each benchmark's.")
+        float | None, typer.Option(min=0.5, max=MAX_CASE_S, help="Seconds of a case. Default: each benchmark's.")
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
