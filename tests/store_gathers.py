@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fusco.control.store_gather import StoreGather
@@ -28,13 +29,16 @@ def on_ranks(
     timeout_s: float = 20.0,
     store: Any = None,
 ) -> dict[int, Any]:
-    """Return a function's result, or the exception that it raised, for each rank that is not absent."""
+    """Return a function's result, or the exception that it raised, for each rank that is not absent.
+
+    What pytest raises if a rank's ``pytest.raises`` sees no error is raised here.
+    """
     store, results = store or dist.HashStore(), {}
 
     def run(rank: int) -> None:
         try:
             results[rank] = function(ThreadStoreGather(rank, world_size, store, timeout_s))
-        except Exception as error:  # noqa: BLE001  the caller checks the results
+        except BaseException as error:  # noqa: BLE001  the caller checks the results
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size) if rank not in absent]
@@ -42,4 +46,7 @@ def on_ranks(
         thread.start()
     for thread in threads:
         thread.join()
+    for failure in results.values():
+        if isinstance(failure, pytest.fail.Exception):
+            raise failure
     return results

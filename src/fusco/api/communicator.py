@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,17 @@ from fusco.api.autograd import (
     rows_of_weights,
     weights_of_slots,
 )
-from fusco.api.collective import RequestT, run_collective
+from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.membership import Membership
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
-from fusco.core.profile import Call
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
-from fusco.engine.base import Pending
 from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
-
-_Result = TypeVar("_Result")
 
 
 class Communicator(Membership):
@@ -290,7 +286,8 @@ class Communicator(Membership):
             receive: segments to write the bytes of each rank to, as many as that rank sends. Segments must overlap
                 neither each other nor those to send. That is not checked, and the bytes are undefined then.
         """
-        self._run("shuffle", lambda: self._validator.validate_shuffle(send, receive), self._engine.prepare_shuffle)
+        validate = partial(self._validator.validate_shuffle, send, receive)
+        run_collective(self._session, self._engine, "shuffle", validate, self._engine.prepare_shuffle)
         for segments in receive.values():
             count_as_changed(segments.base)
 
@@ -341,11 +338,8 @@ class Communicator(Membership):
         Source: FAST (Lei et al., NSDI 2026), section 4.3.
         """
         splits = (output_split_sizes, input_split_sizes)
-        request = self._run(
-            "all_to_all",
-            lambda: self._validator.validate_all_to_all(output, input, splits, schedule),
-            self._engine.prepare_all_to_all,
-        )
+        validate = partial(self._validator.validate_all_to_all, output, input, splits, schedule)
+        request = run_collective(self._session, self._engine, "all_to_all", validate, self._engine.prepare_all_to_all)
         if output is not None:
             count_as_changed(output)
         if output is not None or not wants_grad(input):
@@ -389,7 +383,7 @@ class Communicator(Membership):
     ) -> Dispatched:
         """``dispatch`` without gradients, of an input that need not be known; ``options`` of ``validate_dispatch``."""
         validate = partial(self._validator.validate_dispatch, payloads, topk_idx, topk_weights, *options)
-        output = self._run("dispatch", validate, self._engine.prepare_dispatch)
+        output = run_collective(self._session, self._engine, "dispatch", validate, self._engine.prepare_dispatch)
         plan, rows = output.plan, tuple(output.rows)
         handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
         return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
@@ -401,7 +395,7 @@ class Communicator(Membership):
         if (rows := self._repeats.dispatch_again(payloads, handle, launch)) is not None:
             return rows
         validate = partial(self._validator.validate_redispatch, payloads, handle, launch)
-        return self._run("dispatch_again", validate, self._engine.prepare_redispatch)
+        return run_collective(self._session, self._engine, "dispatch_again", validate, self._engine.prepare_redispatch)
 
     def _sum(
         self,
@@ -415,12 +409,7 @@ class Communicator(Membership):
         if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
             return sums
         validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)
-        return self._run(verb, validate, self._engine.prepare_combine)
-
-    def _run(
-        self, name: str, validate: Callable[[], RequestT], prepare: Callable[[RequestT, Call], Pending[_Result]]
-    ) -> _Result:
-        return run_collective(self._session, self._engine, name, validate, prepare)
+        return run_collective(self._session, self._engine, verb, validate, self._engine.prepare_combine)
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""

@@ -23,8 +23,8 @@ _TENSOR_GUARDS: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # 
 class KnownInput(KnownCall):
     """A valid input."""
 
-    # of each tensor, from its first element to the end of its last one; ``None`` if that may differ
-    num_bytes: tuple[int, ...] | None
+    # of each tensor, from its first element to the end of its last one: a constant, and as much for each of its rows
+    num_bytes: tuple[tuple[int, int], ...]
     is_grad_enabled: bool  # whether autograd was on, as it is part of the fingerprint
     guard: Any  # compares tensors with these, if there is such a thing; a nested tensor would end the process
 
@@ -33,12 +33,13 @@ class KnownInput(KnownCall):
         if self.guard is None or self.is_grad_enabled is not torch.is_grad_enabled():
             return False
         try:
-            sizes = self.num_bytes or map(bytes_needed, tensors)
-            for tensor, needed in zip(tensors, sizes):  # noqa: B905  as many; ``strict`` takes 0.1 us
+            for tensor, (needed, of_row) in zip(tensors, self.num_bytes):  # noqa: B905  as many; ``strict`` takes 0.1 us
+                if of_row:
+                    needed += of_row * tensor.size(0)  # noqa: PLW2901
                 end = tensor.storage_offset() * tensor.element_size() + needed
-                if tensor.is_nested or (end > tensor.untyped_storage().nbytes() and needed):
+                if tensor.is_nested or (end > tensor.untyped_storage().nbytes() and needed > 0):
                     return False
-        except (TypeError, AttributeError, RuntimeError):  # no tensor, or one without storage
+        except (TypeError, AttributeError, RuntimeError, IndexError):  # no tensor, or one without storage or rows
             return False
         return bool(self.guard.check(*tensors))
 
@@ -80,7 +81,9 @@ class KnownInputs:
         key = self._key_of(tensors, options)
         if key is None or forward_ad._current_level >= 0:  # noqa: SLF001
             return
-        num_bytes = None if self._has_any_rows else tuple(map(bytes_needed, tensors))
+        num_bytes = (
+            tuple(map(_bytes_of_rows, tensors)) if self._has_any_rows else tuple((bytes_needed(t), 0) for t in tensors)
+        )
         known = KnownInput(fingerprint, num_bytes, torch.is_grad_enabled(), self._guard_of(tensors))
         self._by_key[key] = self._latest[options] = known
 
@@ -107,3 +110,14 @@ class KnownInputs:
         except (TypeError, RuntimeError, AttributeError):  # no tensor, or one without strides; validation says which
             return None
         return result
+
+
+def _bytes_of_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes that a tensor needs besides those for each of its rows, and these.
+
+    >>> _bytes_of_rows(torch.zeros(3, 4)), _bytes_of_rows(torch.zeros(3, 4)[:, :2])
+    ((0, 16), (-8, 16))
+    """
+    row = torch.empty_strided((1, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device="meta")
+    of_row = tensor.stride(0) * tensor.element_size()
+    return bytes_needed(row) - of_row, of_row

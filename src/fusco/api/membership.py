@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from fusco.api.create import CommunicatorParts
 from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
@@ -50,6 +50,12 @@ class Membership:
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
         # It does not refer to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, _release_dropped, self._session, self._engine, name)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a communicator cannot be copied or pickled, as it is a rank's connections and memory; make another one, "
+            "on all ranks"
+        )
 
     @property
     def rank(self) -> int:

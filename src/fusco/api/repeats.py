@@ -40,19 +40,18 @@ class Repeats:
         launch: Launch | None,
     ) -> Dispatched | None:
         """Return the result of a dispatch, before autograd knows it."""
-        find = self._validator.known_dispatch
-        known = self._known(find, payloads, topk_idx, topk_weights, alignment, with_weights)
+        find, known_by = self._validator.known_dispatch, (payloads, topk_idx, topk_weights, alignment, with_weights)
         sent: Dispatched | None
-        sent = known and self._call("dispatch", known, 0, payloads, topk_idx, topk_weights, static, launch)
+        sent = self._call("dispatch", find, known_by, None, payloads, topk_idx, topk_weights, static, launch)
         return sent
 
     def dispatch_again(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
     ) -> list[torch.Tensor] | None:
         """Return the rows of a dispatch along a handle, before autograd knows them."""
-        known = self._known(self._validator.known_redispatch, payloads, handle)
         rows: list[torch.Tensor] | None
-        rows = known and self._call("dispatch_again", known, handle.number, payloads, handle.plan, launch)
+        find, known_by = self._validator.known_redispatch, (payloads, handle)
+        rows = self._call("dispatch_again", find, known_by, handle, payloads, launch)
         return rows
 
     def combine(
@@ -64,36 +63,43 @@ class Repeats:
         launch: Launch | None,
     ) -> list[torch.Tensor] | None:
         """Return the sums of a combine of one tensor or several, before autograd knows them."""
-        known = self._known(self._validator.known_combine, verb, ys, handle, weights)
         sums: list[torch.Tensor] | None
-        sums = known and self._call(verb, known, handle.number, ys, handle.plan, launch)
+        sums = self._call(verb, self._validator.known_combine, (verb, ys, handle, weights), handle, ys, launch)
         return sums
 
-    def _known(self, find: Callable[..., KnownInput | None], *arguments: Any) -> Any:
-        """Return what is prepared for an input along a handle."""
-        if not self._is_enabled:
-            return None
+    def _call(
+        self,
+        verb: str,
+        find: Callable[..., KnownInput | None],
+        known_by: tuple[Any, ...],
+        handle: Handle | None,
+        rows: Sequence[torch.Tensor],
+        *rest: Any,
+    ) -> Any:
+        """Make a call along a handle, or a dispatch, which makes one; ``find`` finds what is known of its input.
+
+        One function of many lines: a frame takes 0.1 us.
+        """
         try:
-            known = find(*arguments)
+            if not (known := self._is_enabled and find(*known_by)) or (repeated := known.repeated) is None:
+                return None
         except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
-        return known and known.repeated
-
-    def _call(self, verb: str, repeated: Any, handle: int, *arguments: Any) -> Any:
-        """Make a repeated call along a handle of this number; 0 for a dispatch, which makes one."""
-        session, rejection = self._session, None
+        number, session, rejection = 0, self._session, None
+        if handle is not None:
+            number, rest = handle.number, (handle.plan, *rest)
         session.access.enter(verb, is_for_owner=True)
         try:
-            if why_nothing_moves_here() or (result := repeated.outputs(*arguments)) is None:
+            if why_nothing_moves_here() or (result := repeated.outputs(rows, *rest)) is None:
                 return None
             begin = perf_counter()
             try:
-                if not session.repeat(verb, repeated.record, handle):
+                if not session.repeat(verb, repeated.record, number):
                     return None
-                agreed = perf_counter()
-                plan = repeated.run(result, *arguments)
-                if not handle:
-                    result = self._dispatched(repeated, plan, result, *arguments)
+                agreed, plan = perf_counter(), repeated.run(result, rows, *rest)
+                if handle is None:
+                    result = self._dispatched(plan, result, rest[1])
+                    repeated.finish(plan, result.payloads, rest[0])
             except LateRejection as late:
                 rejection = late.error
             except BaseException as error:
@@ -106,18 +112,6 @@ class Repeats:
             raise rejection
         return result
 
-    def _dispatched(
-        self,
-        repeated: Any,
-        plan: Plan,
-        outputs: list[torch.Tensor],
-        _payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        *_: Any,
-    ) -> Dispatched:
-        """Make the result of a dispatch while the device works, and finish it."""
+    def _dispatched(self, plan: Plan, rows: Sequence[torch.Tensor], topk_weights: torch.Tensor | None) -> Dispatched:
         handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
-        sent = Dispatched(tuple(outputs), plan.num_rows_per_expert, None, handle)
-        repeated.finish(plan, outputs, topk_idx)
-        return sent
+        return Dispatched(tuple(rows), plan.num_rows_per_expert, None, handle)

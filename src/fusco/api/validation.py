@@ -170,9 +170,10 @@ class Validator:
         """Return what is known of the arguments of ``validate_combine``; raise if handle or ``weights`` are invalid."""
         self.require_handle(handle)
         self.require_combine_weights(weights)
-        if weights is not None:
+        topk_weights = None if weights is None else handle.topk_weights
+        if topk_weights is not None and topk_weights.requires_grad:
             self.require_unchanged_weights(handle)
-        options = _options_of_combine(verb, ys, None if weights is None else handle.topk_weights)
+        options = _options_of_combine(verb, ys, topk_weights)
         if (known := self._known_rows.find(ys, options)) is not None:
             num_slots = handle.plan.num_slots
             for y in ys:

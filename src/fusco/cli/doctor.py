@@ -132,9 +132,15 @@ def _kernels() -> _Outcome:
 def _gloo() -> _Outcome:
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_gloo_available():
-        return "in this torch", ""
-    return "not in this torch", "a torch wheel from PyPI has it"
+    from fusco.ranks.progress import check_loopback
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return "not in this torch", "a torch wheel from PyPI has it"
+    try:
+        check_loopback()
+    except OSError as error:
+        return f"in this torch, but {error.strerror}", "ip link set lo up"
+    return "in this torch", ""
 
 
 def _open_files() -> _Outcome:

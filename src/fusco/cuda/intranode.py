@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.tuning import pushes_early
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
 from fusco.engine.published_rows import PublishedRows
+
+_Tensors = TypeVar("_Tensors", bound=Sequence[torch.Tensor])
 
 
 class IntranodeShuffle:
@@ -115,7 +118,7 @@ class IntranodeShuffle:
         return narrowed(rows, plan.num_slots)
 
 
-def narrowed(outputs: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
+def narrowed(outputs: _Tensors, num_rows: int) -> _Tensors:
     """Return tensors that may be larger than needed, with this number of rows.
 
     They are changed in place: a view would be one of a larger tensor, which autograd treats differently.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -166,7 +167,7 @@ class Repeated:
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
         return (
-            (self._launch == launch if launch else not self._launch.num_sms)
+            (not self._launch.num_sms if launch is None else type(launch) is Launch and self._launch == launch)
             and self._order.goes_on(self._stream)
             and self._context.timeline is NO_TIMELINE
             and torch.is_inference_mode_enabled() is self._is_inference
@@ -186,8 +187,11 @@ class Repeated:
         """Return shape, strides and dtype of each output with this number of rows."""
         return [((num_rows, *shape), strides, dtype) for shape, strides, dtype in self._rows]
 
-    def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [self._allocate(*of_output) for of_output in arguments]
+    def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
+        try:
+            return list(starmap(self._allocate, arguments))
+        except RuntimeError:  # of PyTorch; running out of memory is one. Then the call is not repeated
+            return None
 
 
 class RepeatedDispatch(Repeated):
@@ -240,14 +244,15 @@ class RepeatedDispatch(Repeated):
         launch: Launch | None,
     ) -> list[torch.Tensor] | None:
         """Return memory for the rows; ``None`` if the call is another one, or there is none."""
-        if (static is not self._static and static != self._static) or not self._fits(launch):
+        is_same = static is self._static or (type(static) is StaticRows and static == self._static)
+        if not (is_same and self._fits(launch)):
             return None
         if static and torch.are_deterministic_algorithms_enabled():
             return None  # PyTorch fills new memory then, and ``_allocate`` does not
         for payload in payloads:
             if payload.data_ptr() % _ALIGNMENT:
                 return None
-        return [] if self._num_slots is None else or_none(self._new_outputs, self._outputs)
+        return [] if self._num_slots is None else self._new_outputs(self._outputs)
 
     def run(
         self,
@@ -270,12 +275,12 @@ class RepeatedDispatch(Repeated):
         plan = DevicePlan(num_slots=num_slots, tables=tables, **self._of_plan)
         if self._num_slots is None:
             self._wait_for_size(plan)
-            outputs += self._new_outputs(self._arguments_of(plan.num_slots))
+            outputs += starmap(self._allocate, self._arguments_of(plan.num_slots))
             places = list(map(_address_of, outputs))
             self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
         return plan
 
-    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> None:
+    def finish(self, plan: Any, outputs: Sequence[torch.Tensor], topk_idx: torch.Tensor) -> None:
         """Wait for the size of the outputs unless they are static, and narrow them; ``LateRejection`` of an invalid id.
 
         What does not depend on the size should be done before: after the launch, and while the device works.
@@ -315,11 +320,11 @@ class RepeatedOfPlan(Repeated):
         record = calls.record(request.known.fingerprint, [()] * calls.context.topology.world_size)
         super().__init__(calls, request.launch, record, max(each.grid for each in launched))
         self._of_plan = of_plan(request.plan)
-        self._num_rows: int | None = None  # of an output; ``None`` for the slots of the plan
+        self._outputs: list[Any] = []  # arguments of outputs; none if they have the slots of the plan
 
     def _is_along(self, plan: DevicePlan, rows: Sequence[torch.Tensor], launch: Launch | None) -> bool:
         """Return whether a call along a plan, now, is the same."""
-        if of_plan(plan) != self._of_plan:
+        if (plan.first_row, plan.tables.shape, plan.stream) != self._of_plan:  # as ``of_plan``, without a call
             return False
         for each in rows:
             # Strides of at most one row say nothing: rows with the same strides may have been contiguous before.
@@ -331,12 +336,12 @@ class RepeatedOfPlan(Repeated):
         """Return memory for the results; ``None`` if the call is another one, or there is none."""
         if not self._is_along(plan, rows, launch):
             return None
-        num_rows = self._num_rows
-        if num_rows is None:
+        arguments = self._outputs
+        if not arguments:
             if plan.reported_counts is None and torch.are_deterministic_algorithms_enabled():
                 return None  # see ``RepeatedDispatch``
-            num_rows = plan.num_slots
-        return or_none(self._new_outputs, self._arguments_of(num_rows))
+            arguments = self._arguments_of(plan.num_slots)
+        return self._new_outputs(arguments)
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any, *_: object) -> None:
         """Launch it, once all ranks agree."""
@@ -376,7 +381,7 @@ class RepeatedCombine(RepeatedOfPlan):
         plan, is_weighted = request.plan, request.is_weighted
         super().__init__(calls, request, launched)
         self._keep_rows(request.rows)
-        self._num_rows = plan.num_tokens
+        self._outputs = self._arguments_of(plan.num_tokens)
         memory, _, *indices = _indices_of(len(request.rows))
         launches = [
             (each, [Field("out", out), *combine_fields(plan.tables.shape, memory, row, is_weighted=is_weighted)])

@@ -220,12 +220,12 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         plan.made_by = self._reference
         if num_slots is None:
             self._wait_for_size(plan)
-            outputs += self._new_outputs(self._arguments_of(plan.num_slots))
+            outputs += itertools.starmap(self._allocate, self._arguments_of(plan.num_slots))
             places = [output.data_ptr() for output in outputs]
             self._launches[1].launch(0, tables.address, plan.num_slots, *known, 0, *rows, *places)
         return plan
 
-    def finish(self, plan: Any, outputs: list[torch.Tensor], topk_idx: torch.Tensor) -> None:
+    def finish(self, plan: Any, outputs: Sequence[torch.Tensor], topk_idx: torch.Tensor) -> None:
         if not self._static:
             self._forwardings.refill()
             if self.combine and self.num_early < _MAX_EARLY:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from socket import create_connection, create_server
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+_LOOPBACK, _LIMIT_S = "127.0.0.1", 5.0
 _KEY, _TOTAL_KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/total", "fusco/progress/note"
 
 
@@ -15,7 +17,7 @@ class ProgressReporter:
     """Counts rank 0's steps in the store of ``watching``; on other ranks, or without its port, does nothing."""
 
     def __init__(self, rank: int, port: int | None, num_steps: int) -> None:
-        self._store = None if rank or port is None else TCPStore("127.0.0.1", port, is_master=False)
+        self._store = None if rank or port is None else TCPStore(_LOOPBACK, port, is_master=False)
         if self._store:
             self._store.set(_TOTAL_KEY, str(num_steps))
 
@@ -28,9 +30,22 @@ class ProgressReporter:
         self._store.add(_KEY, 1)
 
 
+def check_loopback() -> None:
+    """Raise ``OSError`` unless processes of this machine reach each other over the loopback device."""
+    try:
+        with create_server((_LOOPBACK, 0)) as server, create_connection(server.getsockname(), _LIMIT_S):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, f"processes do not reach each other at {_LOOPBACK}: {error.strerror}") from error
+
+
 def new_store() -> TCPStore:
-    """Return a store that this process serves on a free port, so that it outlives any rank."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """Return a store that this process serves on a free port, so that it outlives any rank.
+
+    Raises ``OSError`` as ``check_loopback``: the store itself would try for minutes, and could not be interrupted.
+    """
+    check_loopback()
+    return TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -82,6 +84,14 @@ def test_a_communicator_that_was_closed_is_dropped_in_silence(group):
         left.abort()
         del comm, left
         gc.collect()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_cannot_be_copied(group, duplicate):
+    with make() as comm:
+        with pytest.raises(TypeError, match="a communicator cannot be copied or pickled"):
+            duplicate(comm)
+        use(comm)
 
 
 def test_a_graph_keeps_its_communicator(group):

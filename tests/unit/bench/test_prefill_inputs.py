@@ -310,7 +310,7 @@ def test_only_files_of_records_are_resumed(tmp_path):
     path = tmp_path / "notes"
     for content, line in (("[1, 2]\n", 1), ("{}\nnotes\n{}\n", 2), ("notes", 1), ("\udcff", 1)):
         path.write_bytes(content.encode(errors="surrogateescape"))
-        with pytest.raises(ValueError, match=f"notes cannot be resumed: line {line} is no record"):
+        with pytest.raises(ValueError, match=f"notes cannot be resumed: line {line} is not a record"):
             resume(JOB, path)
     of_another_version = asdict(record_of(Deviation(), Deviation())) | {"iterations": [[{"seconds": 1.0}]]}
     path.write_text(json.dumps(of_another_version))

@@ -15,6 +15,7 @@ from fusco.core.requirements import (
     LEAST_OF_FSDP,
     LEAST_VERSIONS,
 )
+from fusco.ranks import progress
 
 
 def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
@@ -46,6 +47,18 @@ def test_doctor_finds_the_cpu_backend_usable():
     assert "what to do" in done.stderr
     assert findings["shared memory"]["state"] == "ok"
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
+
+
+def test_a_machine_without_a_loopback_device(monkeypatch):
+    def unreachable(*_):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(progress, "create_connection", unreachable)
+    message = "processes do not reach each other at 127.0.0.1: Network is unreachable"
+    with pytest.raises(OSError, match=message):
+        progress.new_store()
+    finding = next(finding for finding in doctor.examine() if finding.check.startswith("gloo"))
+    assert (finding.state, finding.found) == ("missing", f"in this torch, but {message}")
 
 
 def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):

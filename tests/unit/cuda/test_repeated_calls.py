@@ -124,6 +124,19 @@ def test_a_rejected_input_is_told_to_ranks_that_repeat(rank, topology, repeats):
     assert repeats()[0] == 2 * 4
 
 
+@pytest.mark.parametrize("options", [{"launch": 0}, {"static": np.zeros(2)}, {"with_weights": torch.ones(2)}])
+def test_options_of_other_types_are_refused_where_calls_repeat(options):
+    def program(comm, other, _library):
+        for step in range(4):
+            pair(comm, step)
+        wrong = options if comm.rank else {}
+        with pytest.raises((TypeError, RuntimeError) if comm.rank else RejectedInputError):
+            comm.dispatch(*inputs(comm.rank, 4), **wrong)
+        assert same(pair(comm, 5), pair(other, 5))
+
+    Node().run(program)
+
+
 def test_ranks_that_repeat_another_call_notice(repeats):
     def program(comm, other, _library):
         sent = [pair(comm, step)[0] for step in range(4)]

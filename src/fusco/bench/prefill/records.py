@@ -159,7 +159,7 @@ def _loaded(path: Path) -> list[dict[str, Any]]:
                 break
             loaded = None
         if not isinstance(loaded, dict):
-            what = f"line {number} is no record, but {line[:40]!r}"
+            what = f"line {number} is not a record, but {line[:40]!r}"
             raise ValueError(f"{path} cannot be resumed: {what}")  # noqa: TRY004  it is the file's
         values.append(loaded)
     return values
