@@ -51,7 +51,8 @@ def rails(
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
-    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console)
+    without = f"there is no case of {', '.join(names)} with {num_rails} rails for policy {', '.join(policies)}"
+    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console, without)
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))
