@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import CombineRequest, DispatchRequest, KnownCall, LateRejection, RedispatchRequest
 
 _Memory = TypeVar("_Memory")
+# Ids and weights of a dispatch, and its static rows.
+Routed: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, StaticRows | None]
 
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)  # whose ``new_empty`` makes a ``Tensor``
 _ALIGNMENT = 16  # of rows, in bytes; others are copied first, as in ``fusco.core.rows.aligned``
@@ -238,12 +240,11 @@ class RepeatedDispatch(Repeated):
     def outputs(
         self,
         payloads: Sequence[torch.Tensor],
-        _topk_idx: torch.Tensor,
-        _topk_weights: torch.Tensor | None,
-        static: StaticRows | None,
+        routed: Routed,
         launch: Launch | None,
     ) -> list[torch.Tensor] | None:
         """Return memory for the rows; ``None`` if the call is another one, or there is none."""
+        static = routed[-1]
         is_same = static is self._static or (type(static) is StaticRows and static == self._static)
         if not (is_same and self._fits(launch)):
             return None
@@ -258,15 +259,13 @@ class RepeatedDispatch(Repeated):
         self,
         outputs: list[torch.Tensor],
         payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        *_: object,
+        routed: Routed,
     ) -> DevicePlan:
         """Launch it, once all ranks agree, into these outputs, and return the plan; ``finish`` must follow.
 
         If the outputs depend on the plan, wait for its size and add them to the list.
         """
-        ticket, tables = self._planner.next_ticket(), self._memory.take()
+        ticket, tables, (topk_idx, topk_weights, _) = self._planner.next_ticket(), self._memory.take(), routed
         inputs = (topk_idx.data_ptr(), 0 if topk_weights is None else topk_weights.data_ptr())
         rows = list(map(_address_of, payloads))
         places = list(map(_address_of, outputs)) or rows  # no outputs yet: the plan uses no rows
@@ -343,7 +342,7 @@ class RepeatedOfPlan(Repeated):
             arguments = self._arguments_of(plan.num_slots)
         return self._new_outputs(arguments)
 
-    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any, *_: object) -> None:
+    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
         """Launch it, once all ranks agree."""
         addresses = (*map(_address_of, rows), *map(_address_of, outputs))
         self._launches.launch(0, plan.tables.address, plan.num_slots, *addresses)

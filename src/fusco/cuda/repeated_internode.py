@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fusco.control.repeated_record import Condition
-from fusco.core.config import Launch, StaticRows
+from fusco.core.config import Launch
 from fusco.core.profile import CallProfile
 from fusco.core.rows import accumulation_dtype, row_bytes
 from fusco.cuda.internode import InternodeShuffle
@@ -34,6 +34,7 @@ from fusco.cuda.repeated_calls import (
     RepeatedCalls,
     RepeatedDispatch,
     RepeatedOfPlan,
+    Routed,
     is_second,
     of_plan,
     or_none,
@@ -182,23 +183,20 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
     def outputs(
         self,
         payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        static: StaticRows | None,
+        routed: Routed,
         launch: Launch | None,
     ) -> list[torch.Tensor] | None:
-        if static is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
+        if routed[-1] is None and not self._message_rows.are_few_empty(self._shape, self._row_bytes):
             return None
-        return super().outputs(payloads, topk_idx, topk_weights, static, launch)
+        return super().outputs(payloads, routed, launch)
 
     def run(
         self,
         outputs: list[torch.Tensor],
         payloads: Sequence[torch.Tensor],
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor | None,
-        *_: object,
+        routed: Routed,
     ) -> InternodePlan:
+        topk_idx, topk_weights, _ = routed
         ticket, tables, forwarding = self._planner.next_ticket(), self._memory.take(), self._forwardings.take()
         is_static, num_slots = self._static is not None, self._num_slots
         number = 0 if is_static else self._message_rows.next_ticket()
@@ -345,7 +343,7 @@ class RepeatedInternodeCombine(RepeatedOfPlan):
         self._scratch, out = memory
         return [out]
 
-    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any, *_: object) -> None:
+    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
         scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
         assert scratch is not None
         self._num_empty = plan.num_empty_rows
