@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 STDOUT = Path("-")  # given as a file for JSON lines
+MAX_CASE_S = 600.0  # of a case of ``fusco bench rails``
 
 # Traffic patterns: the destinations of tokens.
 Pattern = Literal[

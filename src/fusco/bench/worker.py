@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
-_ANSWER_S = 120.0  # limit of a call
 _ENDING_S = 10.0
 
 
@@ -18,6 +17,8 @@ class Worker(AbstractContextManager["Worker"]):
 
     ``make_state(*arguments)`` is called there first, and makes a context manager, which ends with the process.
     """
+
+    limit_s = 120.0  # of a call
 
     def __init__(self, name: str, start_method: str, make_state: Callable[..., Any], *arguments: Any) -> None:
         context: Any = multiprocessing.get_context(start_method)
@@ -28,20 +29,26 @@ class Worker(AbstractContextManager["Worker"]):
         theirs.close()
 
     def begin(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Begin ``function(state, *arguments)`` in the process; ``result`` waits for it."""
-        self._pipe.send((function, arguments))
+        """Begin ``function(state, *arguments)`` in the process; ``result`` waits for it.
+
+        Raises ``RuntimeError`` if the process has died.
+        """
+        try:
+            self._pipe.send((function, arguments))
+        except OSError:
+            raise RuntimeError(f"{self._name} has died") from None
 
     def is_done(self) -> bool:
         """Return whether ``result`` would return at once."""
         return bool(self._pipe.poll())
 
     def result(self) -> Any:
-        """Return what the function has returned; ``RuntimeError`` if it raised or did not return within 120 s."""
-        if not self._pipe.poll(_ANSWER_S):
-            raise RuntimeError(f"{self._name} has not finished within {_ANSWER_S:g} s")
+        """Return what the function has returned; ``RuntimeError`` if it raised or did not return within ``limit_s``."""
+        if not self._pipe.poll(self.limit_s):
+            raise RuntimeError(f"{self._name} has not finished within {self.limit_s:g} s")
         try:
             result, error = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the latter if it had not read everything
             raise RuntimeError(f"{self._name} has died") from None
         if error:
             raise RuntimeError(f"{self._name}: {error}")

@@ -40,7 +40,7 @@ def offload(
     if not torch.cuda.is_available():
         raise ValueError("this machine has no GPU that PyTorch can use")
     console = new_console(json)
-    records = collect(run(names), console)
+    records = collect(run(names), console, f"{', '.join(names)}: this needs two GPUs, and there is one")
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1))

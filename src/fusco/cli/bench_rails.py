@@ -11,14 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
+from fusco.bench.names import MAX_CASE_S
 from fusco.cli import options
 from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
     from fusco.bench.rails.record import RailsRecord
-
-_MAX_SECONDS = 600.0
 
 
 def rails(
@@ -36,7 +35,7 @@ def rails(
     num_rails: Annotated[int, typer.Option("--rails", min=2, max=16, help="Rails of each host.")] = 4,
     rate: Annotated[str, typer.Option(help="Rate of a rail, such as 2gbit.")] = "2gbit",
     seconds: Annotated[
-        float | None, typer.Option(min=0.5, max=_MAX_SECONDS, help="Seconds of a case. Default: each benchmark's.")
+        float | None, typer.Option(min=0.5, max=MAX_CASE_S, help="Seconds of a case. Default: each benchmark's.")
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
@@ -52,7 +51,8 @@ def rails(
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     console = new_console(json)
-    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console)
+    without = f"there is no case of {', '.join(names)} with {num_rails} rails for policy {', '.join(policies)}"
+    records = collect(run_suite(names, policies, (num_rails, rate), seconds), console, without)
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         console.print(_table(list(group)))
     console.print(describe_origin(records[0], 1, ("pyroute2",)))

@@ -50,13 +50,18 @@ def new_console(json: Path | None = None) -> Console:
     return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
 
 
-def collect(records: Generator[_CaseRecord, None, None], console: Console) -> list[_CaseRecord]:
-    """Return all records, and show what the latest one is of while others are measured."""
+def collect(records: Generator[_CaseRecord, None, None], console: Console, without: str) -> list[_CaseRecord]:
+    """Return all records, and show what the latest one is of while others are measured.
+
+    Raises ``ValueError`` with the text ``without`` if there are none.
+    """
     found = []
     with closing(records), console.status("starting") as status:
         for record in records:
             found.append(record)
             status.update(escape(f"{record.benchmark}: {record.case}"))
+    if not found:
+        raise ValueError(without)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from errno import ETIMEDOUT
 from socket import create_connection, create_server
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
@@ -36,7 +37,8 @@ def check_loopback() -> None:
         with create_server((_LOOPBACK, 0)) as server, create_connection(server.getsockname(), _LIMIT_S):
             pass
     except OSError as error:
-        raise OSError(error.errno, f"processes do not reach each other at {_LOOPBACK}: {error.strerror}") from error
+        number, reason = (error.errno, error.strerror) if error.errno else (ETIMEDOUT, f"nothing within {_LIMIT_S:g} s")
+        raise OSError(number, f"processes do not reach each other at {_LOOPBACK}: {reason}") from error
 
 
 def new_store() -> TCPStore:

@@ -49,12 +49,19 @@ def test_doctor_finds_the_cpu_backend_usable():
     assert all(finding["remedy"] for finding in findings.values() if finding["state"] != "ok")
 
 
-def test_a_machine_without_a_loopback_device(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(101, "Network is unreachable"), "Network is unreachable"),
+        (TimeoutError("timed out"), "nothing within 5 s"),
+    ],
+)
+def test_a_machine_without_a_loopback_device(error, reason, monkeypatch):
     def unreachable(*_):
-        raise OSError(101, "Network is unreachable")
+        raise error
 
     monkeypatch.setattr(progress, "create_connection", unreachable)
-    message = "processes do not reach each other at 127.0.0.1: Network is unreachable"
+    message = f"processes do not reach each other at 127.0.0.1: {reason}"
     with pytest.raises(OSError, match=message):
         progress.new_store()
     finding = next(finding for finding in doctor.examine() if finding.check.startswith("gloo"))

@@ -17,6 +17,25 @@ def test_benchmarks_need_a_gpu():
     assert str(done.exception) == "this machine has no GPU that PyTorch can use"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("offload", "--only", "owner,memory"), "owner, memory: this needs two GPUs, and there is one"),
+        (
+            ("rails", "--only", "killing", "--policy", "direct"),
+            "there is no case of killing with 4 rails for policy direct",
+        ),
+    ],
+)
+def test_benchmarks_without_a_case_say_so(arguments, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for function in ("offload.run", "rails.suite.run_suite"):
+        monkeypatch.setattr(f"fusco.bench.{function}", lambda *_: (record for record in ()))
+    done = CliRunner().invoke(app, ("bench", *arguments))
+    assert isinstance(done.exception, ValueError)
+    assert str(done.exception) == expected
+
+
 def test_links_are_shown_as_rails(tmp_path):
     board = Board(tmp_path / "board")
     row = BoardRow(board, 0, 0b11, [NamedRail("gpu0 to host", 512 * 10**9), NamedRail("host to gpu0", 0)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fusco.bench.names import MAX_CASE_S
 from fusco.bench.worker import Worker
 from fusco.rails import POLICIES, Channel, Endpoint, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
@@ -33,6 +34,8 @@ class Place:
 
 class Member(Worker):
     """A worker, as seen by the benchmark: roles, called with its ``Office``, run in its process, one at a time."""
+
+    limit_s = MAX_CASE_S + Worker.limit_s  # a role may last as long as a case
 
     def __init__(self, place: Place, namespaces: Namespaces) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["fusco.bench.rails.roles"])
