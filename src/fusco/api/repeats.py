@@ -42,12 +42,11 @@ class Repeats:
         """Return the result of a dispatch, before autograd knows it."""
         if not self._is_enabled:
             return None
-        sent: Dispatched | None
         try:
             known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
-        sent = self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)
+        sent: Dispatched | None = self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)
         return sent
 
     def dispatch_again(
@@ -56,12 +55,13 @@ class Repeats:
         """Return the rows of a dispatch along a handle, before autograd knows them."""
         if not self._is_enabled:
             return None
-        rows: list[torch.Tensor] | None
         try:
             known = self._validator.known_redispatch(payloads, handle)
         except Exception:  # noqa: BLE001  as above
             return None
-        rows = self._call("dispatch_again", known, handle.number, payloads, handle.plan, launch)
+        rows: list[torch.Tensor] | None = self._call(
+            "dispatch_again", known, handle.number, payloads, handle.plan, launch
+        )
         return rows
 
     def combine(
@@ -75,12 +75,11 @@ class Repeats:
         """Return the sums of a combine of one tensor or several, before autograd knows them."""
         if not self._is_enabled:
             return None
-        sums: list[torch.Tensor] | None
         try:
             known = self._validator.known_combine(verb, ys, handle, weights)
         except Exception:  # noqa: BLE001  as above
             return None
-        sums = self._call(verb, known, handle.number, ys, handle.plan, launch)
+        sums: list[torch.Tensor] | None = self._call(verb, known, handle.number, ys, handle.plan, launch)
         return sums
 
     def _call(
@@ -89,28 +88,28 @@ class Repeats:
         known: KnownInput | None,
         handle: int,
         rows: Sequence[torch.Tensor],
-        way: Any,
+        routed: Any,
         launch: Launch | None,
     ) -> Any:
         """Make a call of known input, if it is prepared.
 
-        It is along the handle of this number, whose plan is the ``way``; or 0 for a dispatch, which makes one of ids,
-        weights and static rows. Arguments are not unpacked on their way: that takes 0.1 us each time.
+        ``handle`` is the number of the handle that it is along, and ``routed`` its plan; a dispatch has 0, and its ids,
+        weights and static rows, which are not unpacked before they are needed: that takes 0.1 us each time.
         """
         if known is None or (repeated := known.repeated) is None:
             return None
         session, rejection = self._session, None
         session.access.enter(verb, is_for_owner=True)
         try:
-            if why_nothing_moves_here() or (result := repeated.outputs(rows, way, launch)) is None:
+            if why_nothing_moves_here() or (result := repeated.outputs(rows, routed, launch)) is None:
                 return None
             begin = perf_counter()
             try:
                 if not session.repeat(verb, repeated.record, handle):
                     return None
-                agreed, plan = perf_counter(), repeated.run(result, rows, way)
+                agreed, plan = perf_counter(), repeated.run(result, rows, routed)
                 if not handle:
-                    topk_idx, topk_weights, _ = way
+                    topk_idx, topk_weights, _ = routed
                     result = self._dispatched(plan, result, topk_weights)
                     repeated.finish(plan, result.payloads, topk_idx)
             except LateRejection as late:
