@@ -71,7 +71,7 @@ class RepeatedCalls:
     descriptors: Mapping[int, int] | None = None  # of the connections to counterparts on other nodes
     spare_limit: SpareLimit = field(default_factory=SpareLimit, init=False)  # of plans for later calls
 
-    def keep_dispatch(self, request: DispatchRequest, plan: Any) -> None:
+    def keep_dispatch(self, request: DispatchRequest, plan: DevicePlan) -> None:
         """Prepare a dispatch that has just been launched, if an earlier one was the same."""
         circumstances = (plan.first_row, plan.stream, request.static, request.launch)
         launched = self.shuffle.launched
@@ -279,7 +279,7 @@ class RepeatedDispatch(Repeated):
             self._launches[1].launch(0, tables.address, plan.num_slots, *inputs, *rows, *places)
         return plan
 
-    def finish(self, plan: Any, outputs: Sequence[torch.Tensor], topk_idx: torch.Tensor) -> None:
+    def finish(self, plan: DevicePlan, outputs: Sequence[torch.Tensor], topk_idx: torch.Tensor) -> None:
         """Wait for the size of the outputs unless they are static, and narrow them; ``LateRejection`` of an invalid id.
 
         What does not depend on the size should be done before: after the launch, and while the device works.
@@ -331,7 +331,7 @@ class RepeatedOfPlan(Repeated):
                 return False
         return self._fits(launch)
 
-    def outputs(self, rows: Sequence[torch.Tensor], plan: Any, launch: Launch | None) -> list[torch.Tensor] | None:
+    def outputs(self, rows: Sequence[torch.Tensor], plan: DevicePlan, launch: Launch | None) -> list[torch.Tensor] | None:
         """Return memory for the results; ``None`` if the call is another one, or there is none."""
         if not self._is_along(plan, rows, launch):
             return None
@@ -342,7 +342,7 @@ class RepeatedOfPlan(Repeated):
             arguments = self._arguments_of(plan.num_slots)
         return self._new_outputs(arguments)
 
-    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
+    def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: DevicePlan) -> None:
         """Launch it, once all ranks agree."""
         addresses = (*map(_address_of, rows), *map(_address_of, outputs))
         self._launches.launch(0, plan.tables.address, plan.num_slots, *addresses)
