@@ -331,7 +331,9 @@ class RepeatedOfPlan(Repeated):
                 return False
         return self._fits(launch)
 
-    def outputs(self, rows: Sequence[torch.Tensor], plan: DevicePlan, launch: Launch | None) -> list[torch.Tensor] | None:
+    def outputs(
+        self, rows: Sequence[torch.Tensor], plan: DevicePlan, launch: Launch | None
+    ) -> list[torch.Tensor] | None:
         """Return memory for the results; ``None`` if the call is another one, or there is none."""
         if not self._is_along(plan, rows, launch):
             return None
