@@ -71,7 +71,7 @@ def test_a_rank_with_two_rails_takes_twice_the_share_of_one_with_one():
     with job_on(3, "lanes", str(NUM_TOKENS), str(NUM_TOKENS)) as job:
         job.go_on(1)
         before = job.sent(0)
-        of_rank = job.go_on(3)
+        of_rank = job.go_on(6)  # of 3, shares vary by up to 15 % on two cores
         of_rail = [after - start for start, after in zip(before, job.sent(0), strict=True)]
     row_bytes = sum(of_rank) // (2 * NUM_TOKENS)
     assert sum(of_rank) == 2 * NUM_TOKENS * row_bytes  # every token crosses once
