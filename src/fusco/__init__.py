@@ -17,13 +17,15 @@ Layers, each importing only those below it::
     testbed                 hosts with rate-limited NICs in namespaces of one machine
     core                    plain values, errors, configuration
 
-Importing ``fusco`` loads nothing but this file; names load their modules when first used.
+Importing ``fusco`` loads nothing but this file and the version; names load their modules when first used.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from fusco.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fusco import fsdp as fsdp, offload as offload, rails as rails, schedule as schedule
@@ -55,8 +57,6 @@ if TYPE_CHECKING:
     from fusco.core.topology import Topology as Topology
     from fusco.planner.balancer import BALANCERS as BALANCERS, Balancer as Balancer
     from fusco.planner.traffic import Traffic as Traffic
-
-__version__ = "0.2.0"
 
 _MODULE_TO_NAMES = {
     "api.communicator": "Communicator",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fusco
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
@@ -26,6 +25,7 @@ from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
+from fusco.core.version import __version__
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
@@ -78,7 +78,7 @@ class CommunicatorConfig:
         """Return the values that must be equal on all ranks."""
         placement, device = validator.placement, validator.device
         return {
-            "fusco": fusco.__version__,  # others may exchange other records
+            "fusco": __version__,  # others may exchange other records
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
             "num_experts": self.num_experts,
