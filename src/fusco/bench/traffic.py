@@ -19,6 +19,7 @@ import torch
 from fusco.bench.arrays import load_arrays
 from fusco.bench.names import REPLAYED, Pattern
 from fusco.bench.prompts import Batch
+from fusco.core.files import written_beside
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.routing import Routing
@@ -251,7 +252,8 @@ def check_trace_path(path: Path) -> None:
 def write_trace(path: Path, routing: npt.NDArray[np.integer[Any]]) -> None:
     """Write ids (tokens, layers, topk) in the narrowest dtype that can represent them."""
     ids = routing.astype(np.min_scalar_type(int(routing.max(initial=0))))
-    if path.suffix == ".npz":
-        np.savez_compressed(path, topk_idx=ids)
-    else:
-        np.save(path, ids)
+    with written_beside(path) as beside:
+        if path.suffix == ".npz":
+            np.savez_compressed(beside, topk_idx=ids)
+        else:
+            np.save(beside, ids)

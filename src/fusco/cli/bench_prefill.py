@@ -19,6 +19,7 @@ from fusco.cli.option_groups import with_groups
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 from fusco.cli.testbed import PlaceOptions
+from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
 from fusco.core.topology import Topology
 
@@ -105,13 +106,14 @@ def prefill(
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
         skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]
-        path = json.with_name(f"{json.name}.new") if resume else json
-        write_json_lines(skips, path)
         if resume:
-            written = path.read_text().splitlines()
-            with path.open("a", encoding="utf-8") as lines:
-                lines.writelines(f"{line}\n" for line in resumed.lines if line not in written)
-            path.replace(json)  # at once: other ranks may be reading it
+            with written_beside(json) as beside:  # other ranks may be reading it
+                write_json_lines(skips, beside)
+                written = beside.read_text().splitlines()
+                with beside.open("a", encoding="utf-8") as lines:
+                    lines.writelines(f"{line}\n" for line in resumed.lines if line not in written)
+        else:
+            write_json_lines(skips, json)
     records = _run(job, console, json) if job.cases else []
     if records is None:
         return

@@ -116,8 +116,8 @@ def _cache() -> _Outcome:
     cuda, cpu = find_cache_folder(), find_cache_folder(is_for_cpu=True)
     of_cpu = f"; CPU kernels {cpu.describe()}" if cpu != cuda else ""
     remedy = (
-        f"set {CACHE_DIR_VARIABLE} to a folder that can be written ({NUMBA_CACHE_DIR_VARIABLE} does for CPU kernels), "
-        "or fill it with fusco warm-up"
+        f"set {CACHE_DIR_VARIABLE} to a folder that only you can write ({NUMBA_CACHE_DIR_VARIABLE} does for CPU "
+        "kernels), or fill it with fusco warm-up"
     )
     return cuda.describe() + of_cpu, remedy if cuda.problem or cpu.problem else ""
 
@@ -244,14 +244,15 @@ def _nccl() -> _Outcome:
 
 def _rails() -> _Outcome:
     from fusco.core.errors import CompileError
-    from fusco.rails.nccl import nccl_version, plugin_path, why_not_nccl
+    from fusco.rails.engine import library_path
+    from fusco.rails.nccl import nccl_version, why_not_nccl
     from fusco.rails.rail import discover_rails
 
     version = nccl_version()
     if why_not := why_not_nccl(version):
         return why_not, "a torch with such an NCCL"
     try:
-        plugin_path()
+        library_path()
     except CompileError as error:
         return str(error), "a C compiler, such as gcc, and its headers"
     try:

@@ -40,7 +40,7 @@ def warm_up(
     needs no GPU, only cuda-core.
 
     Kernels are cached in FUSCO_CACHE_DIR, by default ~/.cache/fusco. An image for several users sets it to a folder
-    that all can read; it need not be writable.
+    of root that all can read and no other user can write.
 
     In a Dockerfile: ENV FUSCO_CACHE_DIR=/opt/fusco and RUN fusco warm-up --arch sm_90
     """

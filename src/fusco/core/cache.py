@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.core.announcements import is_first_to_say
+from fusco.core.files import written_beside
 
 CACHE_DIR_VARIABLE = "FUSCO_CACHE_DIR"
 NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # of numba; used for CPU kernels unless FUSCO_CACHE_DIR is set
@@ -20,10 +21,11 @@ NUMBA_CACHE_DIR_VARIABLE = "NUMBA_CACHE_DIR"  # of numba; used for CPU kernels u
 class CacheFolder:
     """A folder for compiled kernels."""
 
-    # folder of the environment; searched first even if it cannot be written. ``None`` if there is none.
+    # folder of the environment; searched first even if it cannot be written. ``None`` if there is none, or if another
+    # user could have put code into it.
     wanted: Path | None
     used: Path | None  # folder that kernels are written to: ``wanted``, a private temporary folder, or ``None``
-    problem: str = ""  # why ``wanted`` cannot be written; empty if it can
+    problem: str = ""  # why the folder of the environment is not used; empty if it is
 
     @property
     def readable(self) -> tuple[Path, ...]:
@@ -35,22 +37,15 @@ class CacheFolder:
         return next((path for path in (folder / file for folder in self.readable) if path.is_file()), None)
 
     def keep(self, file: str, content: bytes) -> str:
-        """Write a file atomically, so that no process sees a part of it; return why it could not be, empty if it is."""
+        """Write a file, of which no process sees a part; return why it could not be written, empty if it is."""
         if self.used is None:
             return self.problem
         path = self.used / file
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary_file:
-                temporary = Path(temporary_file.name)
-                try:
-                    temporary_file.write(content)
-                    temporary_file.flush()
-                    temporary.chmod(0o644)  # other users of the folder may read it
-                    temporary.replace(path)
-                except BaseException:
-                    temporary.unlink(missing_ok=True)
-                    raise
+            _make_folder(path.parent)
+            with written_beside(path) as beside:
+                beside.write_bytes(content)
+                beside.chmod(0o644)  # other users of the folder may read it
         except OSError as error:
             return error.strerror or str(error)
         return ""
@@ -60,11 +55,11 @@ class CacheFolder:
         if not self.problem:
             return f"kept in {self.used}"
         kept = f"kept in {self.used} until that is cleared" if self.used else "every process compiles them anew"
-        return f"cannot be kept in {self.wanted or 'a cache folder'} ({self.problem}); {kept}"
+        return f"cannot be kept in {self.wanted or 'the cache folder'} ({self.problem}); {kept}"
 
     def warn(self) -> None:
         """Warn once, in one of several related processes, if kernels cannot be kept in ``wanted``."""
-        text = f"compiled kernels {self.describe()}. Set {CACHE_DIR_VARIABLE} to a folder that can be written"
+        text = f"compiled kernels {self.describe()}. Set {CACHE_DIR_VARIABLE} to a folder that only you can write"
         if self.problem and is_first_to_say(text):
             warnings.warn(text, stacklevel=2)
 
@@ -91,21 +86,31 @@ def default_cache_dir(environment: Mapping[str, str] | None = None, *, is_for_cp
 
 
 def find_cache_folder(*, is_for_cpu: bool = False) -> CacheFolder:
-    """Return the folder of the environment if it can be written, else a private temporary one."""
+    """Return the folder of the environment if it can be written, else a private temporary one.
+
+    If another user could have put code into the folder of the environment, it is not even read, and that warns.
+    """
     wanted: Path | None = None
+    trusted: Path | None = None
     try:
         wanted = default_cache_dir(is_for_cpu=is_for_cpu)
+        _check_trusted(wanted)
+        trusted = wanted
         _check_writable(wanted)
     except OSError as error:
         problem = error.strerror or str(error)
     else:
         return CacheFolder(wanted, wanted)
+    used: Path | None = None
     try:
         used = private_folder(Path(tempfile.gettempdir()))
         _check_writable(used)
     except OSError as error:
-        return CacheFolder(wanted, None, f"{problem}; nor in a temporary folder: {error.strerror or error}")
-    return CacheFolder(wanted, used, problem)
+        used, problem = None, f"{problem}; nor in a temporary folder: {error.strerror or error}"
+    folder = CacheFolder(trusted, used, problem)
+    if trusted != wanted:
+        folder.warn()
+    return folder
 
 
 def private_folder(parent: Path) -> Path:
@@ -122,6 +127,28 @@ def private_folder(parent: Path) -> Path:
     return folder
 
 
+def _check_trusted(folder: Path) -> None:
+    """Raise ``OSError`` if another user, but not root, owns or may write a folder or anything in it: it is executed."""
+    found = (Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files))
+    for path in (folder, *found):
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):  # no folder yet, or the temporary file of another process
+            continue
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise OSError(
+                f"{path} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}: another user could "
+                f"put code there"
+            )
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, that no other user may write, whatever the umask."""
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o755, exist_ok=True)
+
+
 def _check_writable(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder)
     tempfile.TemporaryFile(dir=folder).close()

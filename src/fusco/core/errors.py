@@ -69,6 +69,10 @@ class MismatchError(FuscoError, ValueError):
     """Ranks disagree on something they must agree on. Every rank of the group raises it."""
 
 
+class GrowthError(MismatchError):
+    """A dispatch needs a larger communicator, on all ranks; adapters whose communicators grow make one."""
+
+
 class RejectedInputError(FuscoError, ValueError):
     """Another rank rejected its input, so the collective was cancelled on every rank."""
 

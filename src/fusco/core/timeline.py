@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fusco.core.files import written_beside
+
 _Result = TypeVar("_Result")
 
 
@@ -134,7 +136,8 @@ def write_chrome_trace(
             for span in spans
         ]
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}
-    path.write_text(json.dumps(content), encoding="utf-8")
+    with written_beside(path) as beside:
+        beside.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _labels(rank: int, track_to_thread: Mapping[str, int]) -> list[dict[str, Any]]:

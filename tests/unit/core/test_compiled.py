@@ -1,6 +1,8 @@
 """Compiled functions: cached under a digest of all their sources, and usable without a writable folder."""
 
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +60,7 @@ def test_without_a_cache_folder_it_works_and_one_warning_says_what_is_used(packa
     assert done.stderr.count("compiled kernels cannot be kept in") == 1
     used = f"kept in {temporary}/fusco-" if can_write_temporary_files else "every process compiles them anew"
     assert used in done.stderr
-    assert "Set FUSCO_CACHE_DIR to a folder that can be written" in done.stderr
+    assert "Set FUSCO_CACHE_DIR to a folder that only you can write" in done.stderr
 
 
 def test_a_function_with_a_truncated_file_is_compiled_again(package):
@@ -77,6 +79,71 @@ def test_a_read_only_folder_is_used_without_a_warning(package):
     )
     done = run(read_only + CALL, package, FUSCO_CACHE_DIR=cache)
     assert (done.stdout, done.stderr) == ("11 1\n", "")
+
+
+class Planted:
+    """Touches a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self):
+        return Path.touch, (self._file,)
+
+
+def test_code_that_another_user_planted_does_not_run(package):
+    cache, executed = package / "cache", package / "executed"
+    run(CALL, package, FUSCO_CACHE_DIR=str(cache))
+    for path in cache.rglob("*.nbc"):
+        path.write_bytes(pickle.dumps(Planted(executed)))
+    cache.chmod(0o777)
+    temporary = package / "temporary"
+    temporary.mkdir()
+    done = run(CALL, package, FUSCO_CACHE_DIR=str(cache), TMPDIR=str(temporary))
+    assert done.stdout == "11 0\n"
+    assert not executed.exists()
+    assert f"({cache} belongs to user {os.geteuid()} with mode drwxrwxrwx: another user could" in done.stderr
+    assert done.stderr.count("another user could") == 1
+    again = run(CALL, package, FUSCO_CACHE_DIR=str(cache), TMPDIR=str(temporary))
+    assert (again.stdout, again.stderr.count("another user could")) == ("11 1\n", 1), "kept in the private folder"
+
+
+@pytest.mark.parametrize("part", ["", "cpu", "cpu/kernel.nbc", "mover.so"])
+@pytest.mark.parametrize("problem", ["writable", "owned"])
+def test_a_folder_is_refused_for_anything_in_it_that_others_own_or_may_write(part, problem, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    for name in ("cpu/kernel.nbc", "mover.so"):
+        assert CacheFolder(folder, folder).keep(name, b"code") == ""
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert find_cache_folder() == CacheFolder(folder, folder)
+    path, owner = folder / part, os.geteuid()
+    if problem == "writable":
+        path.chmod(path.stat().st_mode | 0o020)
+    else:
+        owner += 1
+        stat = Path.stat
+
+        def stat_of_another(self, **options):
+            found = stat(self, **options)
+            return os.stat_result((*found[:4], owner, *found[5:])) if self == path else found
+
+        monkeypatch.setattr(Path, "stat", stat_of_another)
+    with pytest.warns(UserWarning, match=f"{re.escape(str(path))} belongs to user {owner} with mode [-d]rw.*fusco-"):
+        found = find_cache_folder()
+    assert found.readable == (tmp_path / f"fusco-{os.geteuid()}",)
+
+
+def test_what_is_kept_is_trusted_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "deep" / "cache"))
+    before = os.umask(0)
+    try:
+        folder = find_cache_folder()
+        assert folder.keep("cpu/kernel.nbc", b"code") == ""
+    finally:
+        os.umask(before)
+    assert find_cache_folder() == folder
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "deep").rglob("*")] == [0o755, 0o755, 0o644]
 
 
 def test_no_import_touches_the_cache(tmp_path):

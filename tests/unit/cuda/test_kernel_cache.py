@@ -96,7 +96,7 @@ def test_no_process_sees_a_partial_file(tmp_path, monkeypatch):
     seen = []
 
     def look_and_replace(self: Path, target: Path) -> Path:
-        seen.append((list(tmp_path.glob("*.cubin")), self.read_bytes(), self.parent == target.parent))
+        seen.append((list(tmp_path.glob("[!.]*.cubin")), self.read_bytes(), self.parent == target.parent))
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", look_and_replace)

@@ -1,0 +1,33 @@
+"""Files that are complete or invisible."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yield a new file in the folder of ``path``, with its suffix, that replaces ``path`` at the end of the block.
+
+    If the block raises, or its process dies, ``path`` stays as it was. The target of a link is replaced, not the link.
+    In a folder that cannot be written, and for pipes, devices and ``/dev/stdout``, ``path`` itself is yielded.
+    """
+    is_regular = path.is_file() or not path.exists()
+    is_of_process = path.is_absolute() and path.is_symlink() and path.parts[1] in {"dev", "proc"}
+    if not is_regular or is_of_process or not os.access(path.resolve().parent, os.W_OK):
+        yield path
+        return
+    path = path.resolve()
+    beside = path.with_name(f".{path.stem}.{uuid4().hex}{path.suffix}")
+    try:
+        yield beside
+        with suppress(FileNotFoundError):
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
