@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
@@ -16,7 +16,9 @@ from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table
 from fusco.core.errors import SharedMemoryError
-from fusco.rails.usage import RailUse, UsageReader
+
+if TYPE_CHECKING:
+    from fusco.rails.usage import RailUse
 
 
 def _check_board(path: Path | None) -> Path | None:
@@ -47,6 +49,8 @@ def rails(
 
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every update.
     """
+    from fusco.rails.usage import UsageReader
+
     if links:
         from fusco.offload.links import links_board
 

@@ -18,7 +18,7 @@ from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportErro
 from fusco.rails.address import Address
 from fusco.rails.channel import Channel
 from fusco.rails.endpoint import Endpoint
-from fusco.rails.handshake import CHANNEL_BYTES
+from fusco.rails.engine import NAME_BYTES
 from fusco.rails.rail import Rail
 
 _SPREAD_S = 0.25  # a rail that has not connected this long after the first one is used when it does
@@ -82,7 +82,7 @@ class RailTransport:
         if self._endpoint is None:
             return False
         self._endpoint.poll()
-        seen = (self._num_done, sum(channel.num_bytes for channel in self._channels.values()))
+        seen = (self._num_done, self._endpoint.num_bytes)
         has_moved, self._last_seen = seen != self._last_seen, seen
         return has_moved
 
@@ -147,4 +147,4 @@ class RailTransport:
 def _channel_name(secret: str, rank: int, peer: int) -> bytes:
     """Return the name of the channel of two ranks, the same at both."""
     text = f"{secret} {min(rank, peer)} {max(rank, peer)}"
-    return hashlib.blake2b(text.encode(), digest_size=CHANNEL_BYTES).digest()
+    return hashlib.blake2b(text.encode(), digest_size=NAME_BYTES).digest()

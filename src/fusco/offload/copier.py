@@ -84,17 +84,21 @@ class Copier:
             self._reap()
             event = self._events.pop() if self._events else self._resources.events(self._context, 1)[0]
             copy: Copy
-            if links is None or num_bytes < self.settings.min_bytes:
-                if links is not None:
-                    links.announce(direction)
-                self.driver.copy(direction, device, host, num_bytes, stream)
-                self.driver.record(event, stream)
-                copy = PlainCopy(self, stream, event, num_bytes, self._reason or self._too_small)
-            else:
-                self.driver.record(event, stream)
-                job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
-                links.mover.submit(job)
-                copy = ChunkedCopy(self, links, job)
+            try:
+                if links is None or num_bytes < self.settings.min_bytes:
+                    if links is not None:
+                        links.announce(direction)
+                    self.driver.copy(direction, device, host, num_bytes, stream)
+                    self.driver.record(event, stream)
+                    copy = PlainCopy(self, stream, event, num_bytes, self._reason or self._too_small)
+                else:
+                    self.driver.record(event, stream)
+                    job = Job(host=host, device=device, num_bytes=num_bytes, start=event, direction=direction)
+                    links.mover.submit(job)
+                    copy = ChunkedCopy(self, links, job)
+            except BaseException:
+                self._events.append(event)  # nothing waits for it
+                raise
             self._under_way[copy] = (event, keeps)
         return copy
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from fusco.control.threads import limit_now
 from fusco.core.errors import LaunchError, TransportError
+from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job
 from fusco.offload.shared_links import SharedLinks
 
-if TYPE_CHECKING:
-    from fusco.offload.copier import Copier
-
 _LOOK_S = 0.00002  # between looks at an event
+
+
+class CopyingGpu(Protocol):
+    """What copies need of their copier; its attributes and methods are described there."""
+
+    name: str
+    timeout_s: float
+    driver: CudaDriver
+
+    def current_stream(self) -> int: ...
+    def in_context(self) -> AbstractContextManager[None]: ...
+    def reap(self) -> None: ...
 
 
 class Copy:
@@ -30,7 +41,7 @@ class Copy:
     def wait(self, timeout_s: float | None = None) -> None:
         """Have the current stream wait until the copy is done.
 
-        The host waits until all of it has been given to the GPU: as good as at once for a ``cudaMemcpyAsync``, and
+        The host waits until all of it has been given to the GPU: almost immediate for a ``cudaMemcpyAsync``, and
         otherwise until a few chunks are left. Raises as ``synchronize``.
         """
         raise NotImplementedError
@@ -58,7 +69,7 @@ class Copy:
 class PlainCopy(Copy):
     """One ``cudaMemcpyAsync`` on the caller's stream, and an event behind it."""
 
-    def __init__(self, copier: Copier, stream: int, event: int, num_bytes: int, reason: str) -> None:
+    def __init__(self, copier: CopyingGpu, stream: int, event: int, num_bytes: int, reason: str) -> None:
         self._copier, self._stream, self._event = copier, stream, event
         self.num_bytes, self.reason = num_bytes, reason
         self._was_done = False
@@ -89,7 +100,7 @@ class PlainCopy(Copy):
 class ChunkedCopy(Copy):
     """A job of the mover."""
 
-    def __init__(self, copier: Copier, links: SharedLinks, job: Job) -> None:
+    def __init__(self, copier: CopyingGpu, links: SharedLinks, job: Job) -> None:
         self._copier, self._mover, self._job, self._rail_names = copier, links.mover, job, links.rail_names
         self.num_bytes, self.reason = job.num_bytes, links.reason
         self._was_done = False

@@ -1,4 +1,4 @@
-"""The functions of the CUDA driver that copies need, called through ctypes."""
+"""The functions of the CUDA driver that copies need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fusco.cuda.kernels.compiler import Compiler
 NOT_READY = 600
 COPY_CHUNK = {"NUM_THREADS": 512}  # constants of the kernel; mover.c launches as many
 _PEER_ACCESS_ALREADY_ENABLED = 704
-_NON_BLOCKING, _DISABLE_TIMING = 1, 2
 _int, _unsigned, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _pointer, _address = ctypes.c_void_p, ctypes.c_uint64
 #: What ``mover.c`` calls: the field of its ``Driver``, the driver's name, and the types of the arguments.
@@ -43,10 +42,11 @@ class CudaDriver:
 
     def __init__(self) -> None:
         """Load the driver; raises ``OSError`` where there is none."""
-        self._library = ctypes.CDLL("libcuda.so.1")
-        for name, arguments in CALLS.values():
-            getattr(self._library, name).argtypes = arguments
-        self._call("cuInit", _unsigned(0))
+        self._library = ctypes.CDLL("libcuda.so.1")  # the table's addresses, and an error that says what is missing
+        from cuda.bindings import driver  # noqa: PLC0415  only where links are shared
+
+        self._driver = driver
+        self._call("cuInit", 0)
 
     def table(self) -> DriverTable:
         """Return the addresses of what ``mover.c`` calls; its clock is the system's."""
@@ -55,82 +55,79 @@ class CudaDriver:
 
     def retain(self, device: int) -> int:
         """Return the primary context of a device, which PyTorch uses as well; makes it if nothing has."""
-        return self._new(_pointer, "cuDevicePrimaryCtxRetain", _int(device))
+        return int(self._call("cuDevicePrimaryCtxRetain", device))
 
     def release(self, device: int) -> None:
-        self._call("cuDevicePrimaryCtxRelease_v2", _int(device))
+        self._call("cuDevicePrimaryCtxRelease", device)
 
     @contextlib.contextmanager
     def current(self, context: int) -> Iterator[None]:
         """Make a context current in this thread for a while."""
-        found = _pointer()
-        self._call("cuCtxGetCurrent", ctypes.byref(found))
-        if found.value == context:  # as a rule: PyTorch has made it current
+        if int(self._call("cuCtxGetCurrent")) == context:  # as a rule: PyTorch has made it current
             yield
             return
-        self._call("cuCtxPushCurrent_v2", _pointer(context))
+        self._call("cuCtxPushCurrent", context)
         try:
             yield
         finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(_pointer()))
+            self._call("cuCtxPopCurrent")
 
     def can_access(self, device: int, peer: int) -> bool:
         """Return whether a device can access another's memory."""
-        return bool(self._new(_int, "cuDeviceCanAccessPeer", _int(device), _int(peer)))
+        return bool(self._call("cuDeviceCanAccessPeer", device, peer))
 
     def enable_access(self, peer_context: int) -> None:
         """Let the current context access the memory of another."""
-        self._call("cuCtxEnablePeerAccess", _pointer(peer_context), _unsigned(0), good=_PEER_ACCESS_ALREADY_ENABLED)
+        self._call("cuCtxEnablePeerAccess", peer_context, 0, good=_PEER_ACCESS_ALREADY_ENABLED)
 
     def new_stream(self) -> int:
         """Return a stream of the current context that does not wait for the default stream."""
-        return self._new(_pointer, "cuStreamCreate", _unsigned(_NON_BLOCKING))
+        return int(self._call("cuStreamCreate", self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def free_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", _pointer(stream))
+        self._call("cuStreamDestroy", stream)
 
     def new_event(self) -> int:
         """Return an event of the current context."""
-        return self._new(_pointer, "cuEventCreate", _unsigned(_DISABLE_TIMING))
+        return int(self._call("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def free_event(self, event: int) -> None:
-        self._call("cuEventDestroy_v2", _pointer(event))
+        self._call("cuEventDestroy", event)
 
     def allocate(self, num_bytes: int) -> int:
         """Return the address of new memory of the current context's device."""
-        return self._new(_address, "cuMemAlloc_v2", _size(num_bytes))
+        return int(self._call("cuMemAlloc", num_bytes))
 
     def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", _address(address))
+        self._call("cuMemFree", address)
 
     def load_copy_kernel(self) -> tuple[int, int]:
         """Return the kernel that copies chunks, as a module and its function, loaded into the current context."""
-        device = _int(self._new(_int, "cuCtxGetDevice"))
-        # Attributes 75 and 76 are those of the compute capability.
-        major, minor = (self._new(_int, "cuDeviceGetAttribute", _int(number), device) for number in (75, 76))
-        cubin = Compiler(f"sm_{major}{minor}").compile("copy_chunk", COPY_CHUNK)
-        module = self._new(_pointer, "cuModuleLoadData", ctypes.c_char_p(cubin))
-        return module, self._new(_pointer, "cuModuleGetFunction", _pointer(module), ctypes.c_char_p(b"copy_chunk"))
+        device = self._call("cuCtxGetDevice")
+        of = self._driver.CUdevice_attribute
+        numbers = of.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, of.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+        major, minor = (self._call("cuDeviceGetAttribute", number, device) for number in numbers)
+        module = self._call("cuModuleLoadData", Compiler(f"sm_{major}{minor}").compile("copy_chunk", COPY_CHUNK))
+        return int(module), int(self._call("cuModuleGetFunction", module, b"copy_chunk"))
 
     def free_module(self, module: int) -> None:
-        self._call("cuModuleUnload", _pointer(module))
+        self._call("cuModuleUnload", module)
 
     def bus_id(self, device: int) -> str:
         """Return the PCI bus id of a device, for example ``"0000:0f:00.0"``."""
-        text = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", text, _int(32), _int(device))
-        return text.value.decode()
+        text: bytes = self._call("cuDeviceGetPCIBusId", 32, device)
+        return text.rstrip(b"\0").decode()
 
     def num_devices(self) -> int:
         """Return the number of devices that this process sees."""
-        return self._new(_int, "cuDeviceGetCount")
+        return int(self._call("cuDeviceGetCount"))
 
     def copy(self, direction: int, device: int, host: int, num_bytes: int, stream: int) -> None:
         """Copy to (0) or from (1) pinned host memory on a stream: what ``cudaMemcpyAsync`` does."""
         if direction:
-            self._call("cuMemcpyHtoDAsync_v2", device, host, num_bytes, stream)
+            self._call("cuMemcpyHtoDAsync", device, host, num_bytes, stream)
         else:
-            self._call("cuMemcpyDtoHAsync_v2", host, device, num_bytes, stream)
+            self._call("cuMemcpyDtoHAsync", host, device, num_bytes, stream)
 
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
@@ -141,24 +138,22 @@ class CudaDriver:
 
     def is_complete(self, event: int) -> bool:
         """Return whether all work before an event is done."""
-        return self._call("cuEventQuery", event, good=NOT_READY) == 0
+        (code,) = self._driver.cuEventQuery(event)
+        if int(code) not in (0, NOT_READY):
+            raise LaunchError(f"cuEventQuery failed: {self.error_name(int(code))}")
+        return int(code) == 0
 
     def error_name(self, code: int) -> str:
         """Return the driver's name of an error, for example ``"CUDA_ERROR_ILLEGAL_ADDRESS"``."""
-        name = ctypes.c_char_p()
-        self._library.cuGetErrorName(_int(code), ctypes.byref(name))
-        return (name.value or b"unknown error").decode() + f" ({code})"
+        name = self._driver.cuGetErrorName(self._driver.CUresult(code))[1]
+        return (name or b"unknown error").decode() + f" ({code})"
 
-    def _new(self, kind: Any, name: str, *arguments: Any) -> int:
-        made = kind()
-        self._call(name, ctypes.byref(made), *arguments)
-        return int(made.value or 0)
-
-    def _call(self, name: str, *arguments: Any, good: int = 0) -> int:
-        code = int(getattr(self._library, name)(*arguments))
-        if code not in (0, good):
-            raise LaunchError(f"{name} failed: {self.error_name(code)}")
-        return code
+    def _call(self, name: str, *arguments: Any, good: int = 0) -> Any:
+        """Return what a function of the driver returns beside its code."""
+        code, *made = getattr(self._driver, name)(*arguments)
+        if int(code) not in (0, good):
+            raise LaunchError(f"{name} failed: {self.error_name(int(code))}")
+        return made[0] if made else None
 
 
 @cache

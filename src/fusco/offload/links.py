@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from functools import cache
 from pathlib import Path
@@ -11,24 +10,11 @@ from typing import Any
 from fusco.rails.board import NamedRail, named_path
 from fusco.rails.rail import MAX_RAILS
 
-_P2P_NVLINK, _P2P_OK = 2, 0
 _GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of one PCIe lane, by generation
 
 
 class NvmlError(OSError):
     """NVML is missing or has failed."""
-
-
-class _PciInfo(ctypes.Structure):
-    _fields_ = (
-        ("legacy_id", ctypes.c_char * 16),
-        *((name, ctypes.c_uint) for name in ("domain", "bus", "device", "device_id", "subsystem_id")),
-        ("bus_id", ctypes.c_char * 32),
-    )
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
 class Links:
@@ -37,19 +23,13 @@ class Links:
     def __init__(self) -> None:
         """Open NVML; raises ``NvmlError``."""
         try:
-            self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError as error:
-            raise NvmlError(f"NVML is missing: {error}") from error
-        self._call("nvmlInit_v2")
-        count = ctypes.c_uint()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        found = []
-        for i in range(count.value):
-            handle, pci = ctypes.c_void_p(), _PciInfo()
-            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(i), ctypes.byref(handle))
-            self._call("nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci))
-            found.append(((pci.domain, pci.bus, pci.device), handle))
-        found.sort(key=lambda each: each[0])
+            import pynvml  # noqa: PLC0415  only where links are shared
+        except ImportError as error:
+            raise NvmlError("nvidia-ml-py is missing: install fusco[cuda]") from error
+        self._nvml = pynvml
+        self._call("nvmlInit")
+        handles = [self._call("nvmlDeviceGetHandleByIndex", i) for i in range(self._call("nvmlDeviceGetCount"))]
+        found = sorted(((self._place_of(handle), handle) for handle in handles), key=lambda each: each[0])
         self._places, self._handles = [place for place, _ in found], [handle for _, handle in found]
         self.bits_per_s = tuple(map(self._bits_per_s, self._handles))  # of each PCIe link; 0 if unknown
 
@@ -62,31 +42,31 @@ class Links:
 
     def has_nvlink(self, link: int, peer: int) -> bool:
         """Return whether two GPUs are connected by NVLink."""
-        status = ctypes.c_int(-1)
         handles = (self._handles[link], self._handles[peer])
-        self._call("nvmlDeviceGetP2PStatus", *handles, ctypes.c_int(_P2P_NVLINK), ctypes.byref(status))
-        return status.value == _P2P_OK
+        status = self._call("nvmlDeviceGetP2PStatus", *handles, self._nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return bool(status == self._nvml.NVML_P2P_STATUS_OK)
 
     def free_bytes(self, link: int) -> int:
         """Return the free memory of a GPU, as left by all processes."""
-        memory = _Memory()
-        self._call("nvmlDeviceGetMemoryInfo", self._handles[link], ctypes.byref(memory))
-        return int(memory.free)
+        return int(self._call("nvmlDeviceGetMemoryInfo", self._handles[link]).free)
 
-    def _bits_per_s(self, handle: ctypes.c_void_p) -> int:
-        generation, width = ctypes.c_uint(), ctypes.c_uint()
+    def _place_of(self, handle: Any) -> tuple[int, int, int]:
+        info = self._call("nvmlDeviceGetPciInfo", handle)
+        return info.domain, info.bus, info.device
+
+    def _bits_per_s(self, handle: Any) -> int:
         try:
-            self._call("nvmlDeviceGetMaxPcieLinkGeneration", handle, ctypes.byref(generation))
-            self._call("nvmlDeviceGetMaxPcieLinkWidth", handle, ctypes.byref(width))
+            generation = self._call("nvmlDeviceGetMaxPcieLinkGeneration", handle)
+            width = self._call("nvmlDeviceGetMaxPcieLinkWidth", handle)
         except NvmlError:
             return 0
-        known = generation.value < len(_GT_PER_S)
-        return int(1e9 * _GT_PER_S[generation.value] * width.value) if known else 0
+        return int(1e9 * _GT_PER_S[generation] * width) if generation < len(_GT_PER_S) else 0
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self._library, name)(*arguments):
-            self._library.nvmlErrorString.restype = ctypes.c_char_p
-            raise NvmlError(f"{name} failed: {self._library.nvmlErrorString(ctypes.c_int(code)).decode()}")
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except self._nvml.NVMLError as error:
+            raise NvmlError(f"{name} failed: {error}") from error
 
 
 @cache

@@ -5,23 +5,20 @@
  * GPU's memory. A chunk crosses NVLink to or from its relay buffer on a stream of this GPU, and PCIe on a stream of the
  * relay, so only this GPU's context ever reads or writes the caller's tensor.
  *
- * Rails are chosen as in rails/schedule.py (`fuselink`), and workers see each other on the board of rails/board.py.
+ * Rails are chosen by the rule `fuselink` of rails, and workers see each other on a board like theirs.
  * The driver is a table of functions, so this file needs no headers of CUDA, and tests run it against one of their own.
  * One thread steps a mover; all other functions take its lock.
  */
 #define _GNU_SOURCE
-#include <pthread.h>
+#include "schedule.h"
+
 #include <sched.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <time.h>
 
-enum { MAX_RAILS = 16, MAX_SLOTS = 64, MAX_WORKERS = 64, MAX_STARTS = 4, WAIT = -1, NOT_READY = 600 };
+enum { MAX_SLOTS = 64, MAX_STARTS = 4, NOT_READY = 600 };
 enum { LONG_BYTES = 64 << 20, SPIN_BYTES = 16 << 20, TIMED_BYTES = 4 << 20 };
-/* Fields of the board, in units of 64 bits. */
-enum { FIELDS = 8, POSTED = 0, COMPLETED = 1, LAST_TX = 2, TX_BYTES = 4, BORROWED = 7 };
-enum { GENERATION = 24 / 8, WORKERS = 1088 / 8, DIRECT = 3, CELL_0 = 8192 / 8, ROW_FIELDS = MAX_RAILS * FIELDS };
 enum { QUEUED, STARTED, ISSUED, DONE, FAILED };
 
 typedef struct {
@@ -37,7 +34,7 @@ typedef struct {
 } Driver;
 
 typedef struct {
-    int64_t chunk_bytes, direct_first, direct_depth, borrowed_per_rail, batch, hold_ns, rest_ns;
+    struct limits limits;
     void *kernel; /* copies by threads instead of copy engines */
     int64_t num_blocks, relays_by_kernel, own_link_by_kernel;
 } Options;
@@ -72,12 +69,9 @@ typedef struct {
 typedef struct {
     Driver driver;
     Options options;
-    volatile uint64_t *board;
-    int64_t row;
+    struct board *board;
+    int64_t hold_ns[MAX_RAILS];
     uint32_t direct; /* mask of this GPU's two rails */
-    uint64_t generation;
-    int num_rows, num_owners[MAX_RAILS];
-    int64_t rows[MAX_WORKERS], owners[MAX_RAILS][MAX_WORKERS];
     Path paths[MAX_RAILS];
     Job *first[2], **end[2]; /* by direction */
     int64_t num_jobs, chunk_ns; /* what a chunk takes on PCIe; 0: not known */
@@ -95,85 +89,17 @@ static void enter(Mover *mover) {
     __atomic_sub_fetch(&mover->num_waiting, 1, __ATOMIC_RELAXED);
 }
 
-static int64_t now_of_system(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1000000000LL + time.tv_nsec;
-}
+static int64_t time_of(const Mover *mover) { return mover->driver.now ? mover->driver.now() : now_ns(); }
 
-static int64_t now_ns(const Mover *mover) { return mover->driver.now ? mover->driver.now() : now_of_system(); }
-
-/* The choice of a rail: the twin of rails/schedule.py. */
-
-static int least(const int64_t *load, uint32_t rails, int64_t bound) {
-    int best = WAIT;
-    for (int rail = 0; rail < MAX_RAILS; rail++)
-        if (rails >> rail & 1 && load[rail] < bound) best = rail, bound = load[rail];
-    return best;
-}
-
-int fusco_choose(uint32_t direct, uint32_t usable, uint32_t idle, const int64_t *outstanding, const int64_t *borrowed,
-                 const Options *options) {
-    uint32_t indirect = usable & ~direct;
-    direct &= usable;
-    if (!direct) {
-        int rail = least(borrowed, indirect & idle, options->borrowed_per_rail);
-        return rail == WAIT ? least(borrowed, indirect, options->borrowed_per_rail) : rail;
-    }
-    int rail = least(outstanding, direct, options->direct_first);
-    if (rail == WAIT) rail = least(borrowed, idle & indirect, options->borrowed_per_rail);
-    return rail == WAIT ? least(outstanding, direct, options->direct_depth) : rail;
-}
-
-/* The board. */
-
-static volatile uint64_t *cell_of(const Mover *mover, int64_t row, int rail) {
-    return mover->board + CELL_0 + row * ROW_FIELDS + rail * FIELDS;
-}
-
-static void follow_board(Mover *mover) {
-    uint64_t generation = mover->board[GENERATION];
-    if (generation == mover->generation) return;
-    mover->generation = generation;
-    mover->num_rows = 0;
-    for (int rail = 0; rail < MAX_RAILS; rail++) mover->num_owners[rail] = 0;
-    for (int64_t row = 0; row < MAX_WORKERS; row++) {
-        volatile uint64_t *worker = mover->board + WORKERS + row * FIELDS;
-        if (!worker[0]) continue;
-        mover->rows[mover->num_rows++] = row;
-        for (int rail = 0; rail < MAX_RAILS; rail++)
-            if (row != mover->row && worker[DIRECT] >> rail & 1) mover->owners[rail][mover->num_owners[rail]++] = row;
-    }
-}
-
-static int is_idle(const Mover *mover, int rail, int64_t now) {
-    for (int i = 0; i < mover->num_owners[rail]; i++)
-        if (now - (int64_t)cell_of(mover, mover->owners[rail][i], rail)[LAST_TX] < mover->options.hold_ns) return 0;
-    return 1;
-}
-
-static int64_t borrowed_on(const Mover *mover, int rail) {
-    int64_t sum = 0;
-    for (int i = 0; i < mover->num_rows; i++) sum += (int64_t)cell_of(mover, mover->rows[i], rail)[BORROWED];
-    return sum;
-}
-
-static int take(Mover *mover, int rail) {
-    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
-    cell[BORROWED]++;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* the count is visible before those of the others are read */
-    if (borrowed_on(mover, rail) <= mover->options.borrowed_per_rail) return 1;
-    cell[BORROWED]--;
-    return 0;
-}
+static int take(Mover *mover, int rail) { return board_take(mover->board, rail, mover->options.limits.borrowed_per_rail); }
 
 /* Between two launches on a link pass 3 us, so those on this GPU's own link are long, and two are under way: a relay's
  * are as long as its ring permits. A batch of one chunk is for measurements, and stays so. */
-static int has_long_launches(const Mover *mover, const Path *path) { return !path->streams.buffer && mover->options.batch > 1; }
+static int has_long_launches(const Mover *mover, const Path *path) { return !path->streams.buffer && mover->options.limits.batch > 1; }
 
 /* Chunks of a job that were not launched yet. */
 static int64_t chunks_left(const Mover *mover, const Job *job) {
-    return (job->num_bytes - job->num_issued + mover->options.chunk_bytes - 1) / mover->options.chunk_bytes;
+    return (job->num_bytes - job->num_issued + mover->options.limits.chunk_bytes - 1) / mover->options.limits.chunk_bytes;
 }
 
 /* Chunks of a path that are not done, as far as the time tells: launches end as a whole, and may be long. */
@@ -194,7 +120,7 @@ static int64_t room_of(const Mover *mover, const Job *job, int rail, int num_pat
  * To host memory PCIe waits for NVLink, so the first launch is short. */
 static int64_t launch_of(const Mover *mover, const Job *job, int rail, int num_paths, int64_t now) {
     const Path *path = &mover->paths[rail];
-    int64_t batch = mover->options.batch, left = chunks_left(mover, job), most = left / (2 * num_paths);
+    int64_t batch = mover->options.limits.batch, left = chunks_left(mover, job), most = left / (2 * num_paths);
     int64_t room = room_of(mover, job, rail, num_paths, now), rest = batch - path->next_slot % batch;
     if (most < 2) most = left < 2 ? left : 2;
     if (!path->count && !job->direction && batch > 3) rest = batch / 4;
@@ -205,36 +131,36 @@ static int64_t launch_of(const Mover *mover, const Job *job, int rail, int num_p
 /* Choose a rail; `num_paths` is set to the number of those that this copy can have now, at least one. */
 static int choose(Mover *mover, const Job *job, int *num_paths) {
     int direction = job->direction;
-    int64_t outstanding[MAX_RAILS] = {0}, borrowed[MAX_RAILS] = {0}, now = now_ns(mover);
-    uint32_t usable = 0, idle = 0;
-    follow_board(mover);
+    struct view view = {.direct = mover->direct};
+    int64_t now = time_of(mover);
+    uint32_t idle = board_idle(mover->board, MAX_RAILS, mover->hold_ns, LAST_TX, now);
     for (int rail = direction; rail < MAX_RAILS; rail += 2) {
         if (!mover->paths[rail].is_open) continue;
-        usable |= 1u << rail;
-        outstanding[rail] = mover->paths[rail].count;
-        if (mover->direct >> rail & 1) continue;
-        borrowed[rail] = borrowed_on(mover, rail);
-        if (is_idle(mover, rail, now)) idle |= 1u << rail;
+        view.usable |= 1u << rail;
+        view.outstanding[rail] = (int)mover->paths[rail].count;
+        if (!(mover->direct >> rail & 1)) view.borrowed[rail] = board_borrowed(mover->board, rail);
     }
-    *num_paths = __builtin_popcount((mover->direct & usable) | idle);
+    view.idle = idle & view.usable & ~mover->direct;
+    *num_paths = __builtin_popcount((mover->direct & view.usable) | view.idle);
     if (!*num_paths) *num_paths = 1; /* only busy links of other GPUs are left */
     int own = __builtin_ctz(mover->direct) + direction;
     const Path *path = &mover->paths[own];
+    const struct limits *limits = &mover->options.limits;
     if (path->is_open && has_long_launches(mover, path)) { /* so they are counted, not their chunks */
         if (!path->num_launches) return own;
         int has_room = path->num_launches < 2 && path->streams.num_slots > 1; /* each has an event of its own */
-        outstanding[own] = has_room ? mover->options.direct_first : mover->options.direct_depth; /* relays are filled first */
+        view.outstanding[own] = has_room ? limits->direct_first : limits->direct_depth; /* relays are filled first */
         for (int rail = direction; rail < MAX_RAILS; rail += 2) {
             const Path *relay = &mover->paths[rail];
             int64_t most = launch_of(mover, job, rail, *num_paths, now);
             /* Two launches keep a relay busy; a third of the few chunks that have just ended would be a short one. */
-            if (most < 1 || (relay->num_launches > 1 && relay->streams.num_slots - relay->count < most)) idle &= ~(1u << rail);
+            if (most < 1 || (relay->num_launches > 1 && relay->streams.num_slots - relay->count < most)) view.idle &= ~(1u << rail);
         }
     }
     for (;;) {
-        int rail = fusco_choose(mover->direct, usable, idle, outstanding, borrowed, &mover->options);
+        int rail = choose_rail(&view, FUSELINK, limits);
         if (rail == WAIT || mover->direct >> rail & 1 || take(mover, rail)) return rail;
-        borrowed[rail] = mover->options.borrowed_per_rail; /* another worker was quicker */
+        view.borrowed[rail] = limits->borrowed_per_rail; /* another worker was quicker */
     }
 }
 
@@ -279,7 +205,7 @@ static int issue_relayed(Mover *mover, const Job *job, const Path *path, int lau
     const Driver *driver = &mover->driver;
     const Streams *streams = &path->streams;
     void *first = streams->first_stream, *last = streams->last_stream;
-    uint64_t buffer = streams->buffer + (uint64_t)(path->next_slot * mover->options.chunk_bytes);
+    uint64_t buffer = streams->buffer + (uint64_t)(path->next_slot * mover->options.limits.chunk_bytes);
     uint64_t device = job->device + job->num_issued;
     int error = in_context(mover, streams->first_context);
     if (!error)
@@ -298,16 +224,16 @@ static int issue_relayed(Mover *mover, const Job *job, const Path *path, int lau
 static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_paths) {
     const Options *options = &mover->options;
     const Path *path = &mover->paths[rail];
-    int64_t now = now_ns(mover), left = chunks_left(mover, job), batch = 1;
+    int64_t now = time_of(mover), left = chunks_left(mover, job), batch = 1;
     if (path->streams.buffer) {
         int64_t most = launch_of(mover, job, rail, num_paths, now), slots = path->streams.num_slots - path->next_slot;
         while (batch < most && batch < slots && take(mover, rail)) batch++;
         return batch;
     }
     if (!has_long_launches(mover, path)) return 1;
-    int64_t longest = LONG_BYTES / options->chunk_bytes, most = left / (2 * num_paths);
+    int64_t longest = LONG_BYTES / options->limits.chunk_bytes, most = left / (2 * num_paths);
     int64_t room = room_of(mover, job, rail, num_paths, now);
-    if (room > options->direct_first) room = options->direct_first; /* more is left to whichever path ends first */
+    if (room > options->limits.direct_first) room = options->limits.direct_first; /* more is left to whichever path ends first */
     if (most < room) most = room;
     if (num_paths == 1 || most > left) most = left;
     if (most > longest) most = longest;
@@ -316,16 +242,14 @@ static int64_t batch_of(Mover *mover, const Job *job, int rail, int num_paths) {
 
 static int issue(Mover *mover, Job *job, int rail, int num_paths) {
     Path *path = &mover->paths[rail];
-    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
     int launch = (int)((path->head + path->num_launches) % path->streams.num_slots);
     int64_t left = job->num_bytes - job->num_issued, num_chunks = batch_of(mover, job, rail, num_paths);
-    int64_t num_bytes = num_chunks * mover->options.chunk_bytes;
+    int64_t num_bytes = num_chunks * mover->options.limits.chunk_bytes;
     if (num_bytes > left) num_bytes = left;
-    cell[POSTED] += (uint64_t)num_chunks;
-    cell[LAST_TX] = (uint64_t)now_ns(mover);
+    board_post(mover->board, rail, (int)num_chunks, time_of(mover));
     path->launches[launch].job = job, path->launches[launch].num_bytes = num_bytes;
     path->launches[launch].num_chunks = num_chunks;
-    if (!path->num_launches) path->begun_ns = now_ns(mover);
+    if (!path->num_launches) path->begun_ns = time_of(mover);
     path->num_launches++, path->count += num_chunks;
     job->outstanding[rail] += num_chunks, job->last[rail] = path->streams.last_events[launch];
     int error = path->streams.buffer ? issue_relayed(mover, job, path, launch, num_bytes)
@@ -339,16 +263,13 @@ static int issue(Mover *mover, Job *job, int rail, int num_paths) {
 
 static void complete(Mover *mover, int rail) {
     Path *path = &mover->paths[rail];
-    volatile uint64_t *cell = cell_of(mover, mover->row, rail);
     Job *job = path->launches[path->head].job;
-    int64_t now = now_ns(mover), num_bytes = path->launches[path->head].num_bytes, num_chunks = path->launches[path->head].num_chunks;
+    int64_t now = time_of(mover), num_bytes = path->launches[path->head].num_bytes, num_chunks = path->launches[path->head].num_chunks;
     if (num_bytes >= TIMED_BYTES) mover->chunk_ns = (now - path->begun_ns) / num_chunks;
     path->begun_ns = now;
     path->head = (int)((path->head + 1) % path->streams.num_slots), path->num_launches--, path->count -= num_chunks;
-    if (path->streams.buffer) cell[BORROWED] -= (uint64_t)num_chunks;
-    cell[COMPLETED] += (uint64_t)num_chunks;
-    cell[TX_BYTES] += (uint64_t)num_bytes;
-    cell[LAST_TX] = (uint64_t)(now - (cell[POSTED] == cell[COMPLETED] ? mover->options.rest_ns : 0));
+    if (path->streams.buffer) board_give_back(mover->board, rail, (int)num_chunks);
+    board_complete(mover->board, rail, (int)num_chunks, (size_t)num_bytes, now);
     job->outstanding[rail] -= num_chunks;
     job->num_done += num_bytes;
     if (job->num_done == job->num_bytes) __atomic_store_n(&job->state, DONE, __ATOMIC_RELEASE);
@@ -360,7 +281,7 @@ static void fail(Mover *mover, int error) {
         for (Job *job = mover->first[direction]; job; job = job->next)
             if (job->state < DONE) job->state = FAILED, job->error = error;
     for (int rail = 0; rail < MAX_RAILS; rail++) { /* what the driver still has of them is unknown */
-        if (mover->paths[rail].streams.buffer) cell_of(mover, mover->row, rail)[BORROWED] = 0;
+        if (mover->paths[rail].streams.buffer) board_give_back(mover->board, rail, board_borrowed_by_this(mover->board, rail));
         mover->paths[rail].count = mover->paths[rail].num_launches = 0;
     }
 }
@@ -426,20 +347,20 @@ int fusco_step(Mover *mover) {
 static void *run(void *argument) {
     Mover *mover = argument;
     struct timespec rest = {0, 20000};
-    int64_t last = now_ns(mover);
+    int64_t last = time_of(mover);
     prctl(PR_SET_TIMERSLACK, 1UL);
     while (__atomic_load_n(&mover->is_running, __ATOMIC_RELAXED)) {
         if (fusco_step(mover)) {
-            last = now_ns(mover);
+            last = time_of(mover);
             continue;
         }
-        int64_t waited = now_ns(mover) - last;
+        int64_t waited = time_of(mover) - last;
         pthread_mutex_lock(&mover->lock);
         if (!mover->num_jobs && waited > 200000) /* the next copy often follows at once */
             while (!mover->num_jobs && mover->is_running) pthread_cond_wait(&mover->changed, &mover->lock);
         pthread_mutex_unlock(&mover->lock);
         if (waited > 2000000) nanosleep(&rest, 0); /* what is waited for may take long: other work of the stream */
-        for (int64_t end = now_of_system() + 1500; now_of_system() < end;) {} /* the driver has other callers */
+        for (int64_t end = now_ns() + 1500; now_ns() < end;) {} /* the driver has other callers */
         while (__atomic_load_n(&mover->num_waiting, __ATOMIC_RELAXED)) sched_yield();
     }
     return 0;
@@ -447,11 +368,12 @@ static void *run(void *argument) {
 
 /* For Python. */
 
-Mover *fusco_new(const Driver *driver, const Options *options, uint64_t *board, int64_t row, uint32_t direct) {
+Mover *fusco_new(const Driver *driver, const Options *options, struct board *board, uint32_t direct) {
     Mover *mover = calloc(1, sizeof *mover);
     if (!mover) return 0;
     mover->driver = *driver, mover->options = *options, mover->board = board;
-    mover->row = row, mover->direct = direct, mover->generation = ~0ULL;
+    mover->direct = direct;
+    for (int rail = 0; rail < MAX_RAILS; rail++) mover->hold_ns[rail] = (int64_t)(1e9 * options->limits.hold_s);
     for (int direction = 0; direction < 2; direction++) mover->end[direction] = &mover->first[direction];
     pthread_mutex_init(&mover->lock, 0);
     pthread_cond_init(&mover->changed, 0);
@@ -508,10 +430,10 @@ void fusco_submit(Mover *mover, Job *job) {
 /* Wait until a job has reached a state, at most so long; return its state. To be woken takes as long as a few MB: while
  * more is left, sleep for less than that takes, then look all the time. */
 int fusco_wait(Mover *mover, const Job *job, int state, int64_t timeout_ns) {
-    int64_t begin = now_of_system();
+    int64_t begin = now_ns();
     for (;;) {
         int reached = __atomic_load_n(&job->state, __ATOMIC_ACQUIRE);
-        int64_t waited = now_of_system() - begin;
+        int64_t waited = now_ns() - begin;
         if (reached >= state || waited >= timeout_ns) break;
         int64_t left = job->num_bytes - (state == DONE ? job->num_done : job->num_issued) - SPIN_BYTES;
         if (reached == QUEUED) left = waited > 2000000 ? 20 << 20 : 0;

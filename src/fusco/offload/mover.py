@@ -6,12 +6,12 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from fusco.core.c_library import load_c_library
+from fusco.core.c_library import load_c_library, sources_of
 from fusco.core.errors import ThreadError
 from fusco.offload.driver import DriverTable
 from fusco.rails.board import Board
+from fusco.rails.engine import LimitsState
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 
@@ -19,15 +19,13 @@ MAX_SLOTS = 64  # chunks of a path that may be under way
 QUEUED, STARTED, ISSUED, DONE, FAILED = range(5)  # states of a job
 TO_HOST, FROM_HOST = 0, 1  # directions; rail 2 k + direction is one of link k
 _LONGEST_S = 1e9  # of a wait: nanoseconds are counted in 64 bits
-SOURCE = Path(__file__).with_name("mover.c")
 
 
 class Options(ctypes.Structure):
     """The struct ``Options`` of ``mover.c``."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("chunk_bytes", "direct_first", "direct_depth", "borrowed_per_rail")),
-        *((name, ctypes.c_int64) for name in ("batch", "hold_ns", "rest_ns")),
+        ("limits", LimitsState),
         ("kernel", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_blocks", "relays_by_kernel", "own_link_by_kernel")),
     )
@@ -35,9 +33,7 @@ class Options(ctypes.Structure):
     @classmethod
     def of(cls, limits: Limits) -> Options:
         """Return the options that limits say, with copy engines."""
-        rest_s = max(0.0, limits.hold_s - limits.release_s)
-        counts = (limits.chunk_bytes, limits.direct_first, limits.direct_depth, limits.borrowed_per_rail, limits.batch)
-        return cls(*counts, int(1e9 * limits.hold_s), int(1e9 * rest_s))
+        return cls(LimitsState(**vars(limits)))
 
 
 class PathStreams(ctypes.Structure):
@@ -70,19 +66,17 @@ class Job(ctypes.Structure):
 class Mover:
     """Copies of one GPU, in chunks over paths; ``close`` it before anything that paths point to is freed."""
 
-    def __init__(self, table: DriverTable, options: Options, board: Board, row: int, direct: int) -> None:
-        """Make a mover without paths: ``row`` of the board is this worker's, ``direct`` the mask of its GPU's rails.
+    def __init__(self, table: DriverTable, options: Options, board: Board, direct: int) -> None:
+        """Make a mover without paths: ``direct`` is the mask of its GPU's rails, registered on the board.
 
-        Raises ``CompileError`` if ``mover.c`` cannot be compiled.
+        Raises ``CompileError`` if ``mover.c`` cannot be compiled. The board stays open until the mover is closed.
         """
-        self._library = load_c_library(SOURCE)
+        self._library = load_c_library("libfusco-mover", *sources_of("libfusco-mover"))
         self._library.fusco_new.restype = ctypes.c_void_p
         self._library.fusco_drain_path.restype = ctypes.c_int64
-        self._board = (ctypes.c_uint64 * 0).from_buffer(board.memory)  # keeps it mapped
         self._kept = (table, options)
-        pointers = (ctypes.byref(table), ctypes.byref(options), ctypes.c_void_p(ctypes.addressof(self._board)))
-        numbers = (ctypes.c_int64(row), ctypes.c_uint32(direct))
-        self._handle = ctypes.c_void_p(self._library.fusco_new(*pointers, *numbers))
+        pointers = (ctypes.byref(table), ctypes.byref(options), ctypes.c_void_p(board.handle))
+        self._handle = ctypes.c_void_p(self._library.fusco_new(*pointers, ctypes.c_uint32(direct)))
         if not self._handle:
             raise MemoryError("no memory for a mover")
         self._users, self._changed = 0, threading.Condition()
@@ -131,7 +125,6 @@ class Mover:
             self._changed.wait_for(lambda: not self._users)  # each has a limit
         if handle:
             self._library.fusco_free(handle)
-            del self._board
 
     @contextmanager
     def _using(self) -> Iterator[ctypes.c_void_p | None]:

@@ -16,7 +16,6 @@ from fusco.offload.relay import Relay, RelayHost
 from fusco.offload.resources import Resources, direct_path
 from fusco.offload.settings import Machine, OffloadSettings
 from fusco.rails.board import Board
-from fusco.rails.board_row import BoardRow
 
 _KEEP_S, _RETRY_S = 0.1, 1.0  # between looks at the memory of relays, and between attempts to open one
 _NUM_BLOCKS = 32  # of the kernel of D1 and D3: they saturate NVLink
@@ -65,7 +64,7 @@ class SharedLinks:
 
     def announce(self, direction: int) -> None:
         """Say that the GPU uses its own link, without the mover."""
-        self._row.announce(2 * self._link + direction)
+        self._board.announce(2 * self._link + direction)
 
     def keep(self) -> None:
         """Give back what relays hold whose memory is low, open others, and free the rows of dead workers."""
@@ -107,8 +106,7 @@ class SharedLinks:
         self._board = Board(machine.board())
         self._ending.callback(self._board.close)
         rest_s = max(0.0, limits.hold_s - limits.release_s)
-        self._row = BoardRow(self._board, self._link, 0b11 << 2 * self._link, rails, rest_s)
-        self._ending.callback(self._row.close)
+        self._board.register(self._link, 0b11 << 2 * self._link, rails, rest_s)
         return [rail.interface for rail in rails]
 
     def _new_mover(self, driver: CudaDriver, context: int, settings: OffloadSettings) -> Mover:
@@ -119,7 +117,7 @@ class SharedLinks:
             options.kernel, options.num_blocks = resources.copy_kernel(context), _NUM_BLOCKS
             options.relays_by_kernel = settings.relays_by == "threads"
             options.own_link_by_kernel = settings.own_link_by == "threads"
-        mover = Mover(driver.table(), options, self._board, self._row.row, 0b11 << 2 * self._link)
+        mover = Mover(driver.table(), options, self._board, 0b11 << 2 * self._link)
         self._ending.callback(mover.close)
         if settings.own_link_by != "nothing":
             for direction in (TO_HOST, FROM_HOST):

@@ -5,6 +5,6 @@ from fusco.rails.channel import Channel as Channel
 from fusco.rails.endpoint import Endpoint as Endpoint
 from fusco.rails.limits import Limits as Limits
 from fusco.rails.nccl import nccl_plugin as nccl_plugin
+from fusco.rails.policy import POLICIES as POLICIES, Policy as Policy
 from fusco.rails.rail import Rail as Rail, discover_rails as discover_rails
 from fusco.rails.request import Request as Request
-from fusco.rails.schedule import POLICIES as POLICIES, Policy as Policy

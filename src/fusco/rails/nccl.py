@@ -6,14 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusco.core.c_library import compile_c
-from fusco.core.cache import CacheFolder
+from fusco.rails.engine import library_path, texts_of
 from fusco.rails.limits import Limits
+from fusco.rails.policy import Policy, policy_named
 from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 
-SOURCE_DIR = Path(__file__).parent / "plugin"
-POLICIES_OF_PLUGIN = ("fuselink", "spray", "direct")
-_FLAGS = ("-fvisibility=hidden",)
 # A channel of NCCL has 8 chunks under way, in both directions at once not enough for more than one rail: 4 rails had
 # 0.89 of their rate with two channels, 0.98 with four, 0.95 with eight (testbed, chunks as long as at 10 Gbit/s).
 _MOST_CHANNELS = 8
@@ -25,7 +22,7 @@ def nccl_plugin(
     rails: Sequence[Rail] | None = None,
     *,
     worker: int | None = None,
-    policy: str = "fuselink",
+    policy: str | Policy = "fuselink",
     limits: Limits | None = None,
     board: Path | None = None,
     timeout_s: float = 60.0,
@@ -40,7 +37,7 @@ def nccl_plugin(
             or ``discover_rails()``, for as many workers as torchrun has started on this host.
         worker: this process's number on its host, which must own a rail; by default ``LOCAL_RANK`` as of torchrun,
             or 0.
-        policy: ``"fuselink"``, ``"spray"`` or ``"direct"``.
+        policy: as of ``Endpoint``.
         limits: bounds of the scheduler; at most 32 chunks may be outstanding on a rail.
         board: the file of the board; by default that of this user and network namespace.
         timeout_s: the limit of connecting. NCCL's requests have none, but those whose peer or rails are lost fail.
@@ -49,8 +46,6 @@ def nccl_plugin(
         ValueError: for rails or a policy that cannot be, and for an NCCL that the plugin does not know.
         CompileError: without a C compiler, or if it fails.
     """
-    if policy not in POLICIES_OF_PLUGIN:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES_OF_PLUGIN)}, got {policy!r}")
     if why_not := why_not_nccl(nccl_version()):
         raise ValueError(why_not)
     if rails is None:
@@ -63,32 +58,25 @@ def environment_of_plugin(
     rails: Sequence[Rail],
     *,
     worker: int | None,
-    policy: str,
+    policy: str | Policy,
     limits: Limits | None,
     board: Path | None,
     timeout_s: float = 60.0,
 ) -> dict[str, str]:
     """Return what ``nccl_plugin`` returns, without looking at this host and its NCCL."""
-    rails, bounds = check_rails(rails), vars(limits or Limits())
+    rails, limits, library = check_rails(rails), limits or Limits(), library_path()
+    policy = policy if isinstance(policy, Policy) else policy_named(policy)
     num_channels = str(max(2, min(_MOST_CHANNELS, len(rails))))
-    chosen = {
-        "NCCL_NET_PLUGIN": str(plugin_path()),
+    texts = texts_of(worker, rails, policy, limits, timeout_s, board)
+    return {
+        "NCCL_NET_PLUGIN": str(library),
         "NCCL_NET": "fusco",  # so NCCL fails without it, instead of falling back to sockets
-        "NCCL_P2P_NET_CHUNKSIZE": str(bounds["chunk_bytes"]),  # of send and receive; NCCL's default is a quarter
+        "NCCL_P2P_NET_CHUNKSIZE": str(limits.chunk_bytes),  # of send and receive; NCCL's default is a quarter
         "NCCL_NCHANNELS_PER_NET_PEER": num_channels,  # also of send and receive
         "NCCL_MIN_P2P_NCHANNELS": num_channels,  # by which NCCL bounds the former
         "NCCL_SOCKET_IFNAME": "=" + ",".join(rail.interface for rail in rails),  # for control messages of NCCL itself
-        "FUSCO_NCCL_RAILS": ";".join(map(_describe, rails)),
-        "FUSCO_NCCL_POLICY": policy,
-        "FUSCO_NCCL_LIMITS": ",".join(f"{name}={value}" for name, value in bounds.items()),
-        "FUSCO_NCCL_TIMEOUT_S": str(timeout_s),
+        **{f"FUSCO_NCCL_{name.upper()}": text for name, text in texts.items()},
     }
-    optional = {"FUSCO_NCCL_WORKER": worker, "FUSCO_NCCL_BOARD": board}
-    return chosen | {name: str(value) for name, value in optional.items() if value is not None}
-
-
-def _describe(rail: Rail) -> str:
-    return ",".join((rail.interface, rail.address, str(rail.bits_per_s), "+".join(map(str, rail.owners))))
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -111,8 +99,3 @@ def why_not_nccl(version: tuple[int, ...] | None) -> str:
         return ""
     known = " to ".join(".".join(map(str, each)) for each in (_LEAST_NCCL, _NEWEST_NCCL))
     return f"the plugin is for NCCL {known}, and this torch's is {'.'.join(map(str, version))}"
-
-
-def plugin_path(folder: CacheFolder | None = None, flags: Sequence[str] = ()) -> Path:
-    """Return the compiled plugin; see ``compile_c``, also for errors."""
-    return compile_c("libfusco-rails", sorted(SOURCE_DIR.glob("*.c")), [*_FLAGS, *flags], folder)

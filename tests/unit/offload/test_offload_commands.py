@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from fusco.cli.main import app
 from fusco.rails.board import Board, NamedRail
-from fusco.rails.board_row import BoardRow
 
 
 def test_benchmarks_need_a_gpu():
@@ -38,12 +37,11 @@ def test_benchmarks_without_a_case_say_so(arguments, expected, monkeypatch):
 
 def test_links_are_shown_as_rails(tmp_path):
     board = Board(tmp_path / "board")
-    row = BoardRow(board, 0, 0b11, [NamedRail("gpu0 to host", 512 * 10**9), NamedRail("host to gpu0", 0)])
-    row.post(0)
+    board.register(0, 0b11, [NamedRail("gpu0 to host", 512 * 10**9), NamedRail("host to gpu0", 0)])
+    board.fields[1024] = 1  # a chunk posted
     shown = tmp_path / "shown.jsonl"
     arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05", "--json", str(shown))
     done = CliRunner().invoke(app, arguments)
-    row.close()
     board.close()
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in shown.read_text().splitlines()]
@@ -67,7 +65,8 @@ def test_without_workers_no_table_is_shown(tmp_path, kind, heading):
 
 def test_headings_of_links_name_links_and_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # else the table leaves out letters
-    with closing(Board(tmp_path / "board")) as board, closing(BoardRow(board, 0, 1, [NamedRail("gpu0 to host", 0)])):
+    with closing(Board(tmp_path / "board")) as board:
+        board.register(0, 1, [NamedRail("gpu0 to host", 0)])
         arguments = ("rails", "--links", "--board", str(board.path), "--once", "--interval", "0.05")
         lines = CliRunner().invoke(app, arguments).output.splitlines()
     assert lines[0].strip() == "PCIe links of GPUs of this host"

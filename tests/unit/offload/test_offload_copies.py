@@ -173,7 +173,7 @@ def test_small_copies_take_the_own_link_and_their_owner_is_seen(tmp_path):
     copier.settings = OffloadSettings()
     copy = host.start(0, MB)
     assert copy.reason.startswith("copies of less than min_bytes, ")
-    assert copier.links._board.cell(copier.links._row.row, 0)[2] > 0
+    assert copier.links._board.cell(copier.links._board.row, 0)[2] > 0
     host.finish(copy)
     host.close()
 

@@ -68,7 +68,7 @@ def test_a_failure_of_cuda_ends_all_copies(host):
         copies[0].synchronize()
     with pytest.raises(LaunchError, match="from host memory failed"):
         copies[1].wait()
-    assert [copier.links._board.cell(copier.links._row.row, rail)[7] for rail in range(4)] == [0] * 4
+    assert [copier.links._board.cell(copier.links._board.row, rail)[7] for rail in range(4)] == [0] * 4
     later = host.start(0, 32 * MB)  # raises no error of others, but its own
     assert list(copier._under_way) == [later]
     with pytest.raises(LaunchError, match="a copy of 33,554,432 bytes to host memory failed"):
@@ -86,6 +86,22 @@ def test_a_plain_copy_that_fails(tmp_path):
             copy.synchronize()
         later = host.start(0, MB)
     host.finish(later)
+    host.close()
+
+
+@pytest.mark.parametrize(("fails", "relays"), [("copy", ()), ("record", ()), ("record", None)])
+def test_copies_that_cannot_begin_use_up_no_events(tmp_path, relays, fails):
+    host = Host(tmp_path)
+    copier = host.open(0, relays=relays)
+    host.finish(host.start(0, MB))
+    copier.reap()
+    num_events = len(host.gpus.events)
+    with mock.patch.object(host.gpus, fails, side_effect=LaunchError("out of memory")):
+        for _ in range(3):
+            with pytest.raises(LaunchError, match="out of memory"):
+                host.start(0, MB)
+    host.finish(host.start(0, MB))
+    assert len(host.gpus.events) == num_events
     host.close()
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of callers are sentences with both values; the rule of C is that of Python; C sources compile once."""
+"""Mistakes of callers are sentences with both values; C sources compile once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from fusco.core import c_library
-from fusco.core.c_library import compile_c, load_c_library
+from fusco.core.c_library import compile_c, load_c_library, sources_of
 from fusco.core.errors import CompileError
 from fusco.offload import copy_from_host, copy_to_host, tensors
-from fusco.offload.mover import SOURCE, Job, Options, PathStreams
+from fusco.offload.mover import Job, Options, PathStreams
 from fusco.offload.settings import MB, RelayBudget
-from fusco.rails.limits import Limits
-from fusco.rails.rail import MAX_RAILS
-from fusco.rails.schedule import POLICIES, View
 
 
 def tensor_like(device="cuda:0", dtype=torch.float32, shape=(4, 4), *, pinned=False, contiguous=True):
@@ -101,23 +98,13 @@ def test_addresses_and_bytes_reach_the_copier(capturing):
     assert [call.args for call in copier.copy.call_args_list] == [(1, 1000, 2000, 64), (0, 1000, 2000, 64)]
 
 
-masks, counts = st.integers(0, 0b111111), st.lists(st.integers(0, 6), min_size=6, max_size=6)
-
-
-@given(st.integers(1, 0b111111), masks, masks, counts, counts)
-def test_the_choice_of_a_rail_is_that_of_rails(direct, usable, idle, outstanding, borrowed):
-    limits = Limits(direct_first=2, direct_depth=4, borrowed_per_rail=3)
-    loads = [(ctypes.c_int64 * MAX_RAILS)(*load) for load in (outstanding, borrowed)]
-    chosen = load_c_library(SOURCE).fusco_choose(direct, usable, idle, *loads, ctypes.byref(Options.of(limits)))
-    assert chosen == POLICIES["fuselink"].choose(View(direct, usable, idle, outstanding, borrowed), limits)
-
-
 def test_structs_are_as_large_as_in_c(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path))  # its name does not depend on what it includes
     source = tmp_path / "sizes.c"
     text = "int64_t sizes(int i) { return i == 0 ? sizeof(Options) : i == 1 ? sizeof(Streams) : sizeof(Job); }"
-    source.write_text(f'#include "{SOURCE}"\n{text}\n')
-    sizes = load_c_library(source).sizes
+    mover, *others = sources_of("libfusco-mover")
+    source.write_text(f'#include "{mover}"\n{text}\n')
+    sizes = load_c_library("sizes", source, *others).sizes
     assert [sizes(i) for i in range(3)] == [ctypes.sizeof(each) for each in (Options, PathStreams, Job)]
 
 
@@ -125,16 +112,25 @@ def test_a_source_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
     source = tmp_path / "one.c"
     source.write_text("int one(void) { return 1; }")
-    assert load_c_library(source).one() == 1
+    assert load_c_library(source.stem, source).one() == 1
     assert [path.name[:4] for path in (tmp_path / "cache").iterdir()] == ["one-"]
     load_c_library.cache_clear()
     monkeypatch.setattr(c_library, "_COMPILERS", ())
     monkeypatch.delenv("CC", raising=False)
-    assert load_c_library(source).one() == 1
+    assert load_c_library(source.stem, source).one() == 1
     source.write_text("int one(void) { return 2; }")
     load_c_library.cache_clear()
     with pytest.raises(CompileError, match=r"one needs a C compiler, and none of  is installed"):
-        load_c_library(source)
+        load_c_library(source.stem, source)
+
+
+def test_a_wheel_has_its_libraries_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(c_library, "_COMPILERS", ())
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }")
+    (tmp_path / "libone.so").write_bytes(b"compiled")
+    assert compile_c("libone", [tmp_path / "one.c"]) == tmp_path / "libone.so"
+    for name in c_library.LIBRARIES:
+        assert len(sources_of(name)) > 2
 
 
 def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
@@ -142,7 +138,7 @@ def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
     source = tmp_path / "wrong.c"
     source.write_text("int one(void) { return 1 }")
     with pytest.raises(CompileError, match=r"(?s)wrong does not compile with .*expected"):
-        load_c_library(source)
+        load_c_library(source.stem, source)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -152,7 +148,7 @@ def test_a_library_that_the_system_does_not_load(tmp_path, monkeypatch):
     source.write_text("int two(void) { return 2; }")
     compile_c("two", [source]).write_bytes(b"no library")
     with pytest.raises(CompileError, match=r"two-.*\.so was compiled but cannot be loaded: .*set FUSCO_CACHE_DIR"):
-        load_c_library(source)
+        load_c_library(source.stem, source)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2000))

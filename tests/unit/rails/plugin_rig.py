@@ -1,6 +1,6 @@
 """The plugin for NCCL without NCCL: started in this process, over loopback addresses, and its two kinds of peers.
 
-``PLUGIN_FLAGS`` adds flags of the compiler, such as those of sanitizers (``make sanitize``).
+``ENGINE_FLAGS`` adds flags of the compiler, such as those of sanitizers (``make sanitize``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from fusco.bench.rails.plugin import Plugin, PluginChannel
-from fusco.rails import Address, Endpoint, Limits, Rail
-from fusco.rails.handshake import EndpointInfo, Handshake
-from fusco.rails.nccl import environment_of_plugin, plugin_path
+from fusco.rails import Address, Endpoint, Limits, Rail, engine
+from fusco.rails.engine import library_path
+from fusco.rails.nccl import environment_of_plugin
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
 LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.0)
-FLAGS = os.environ.get("PLUGIN_FLAGS", "").split()
+engine.FLAGS += os.environ.get("ENGINE_FLAGS", "").split()  # also for the endpoints of this process
 SOME = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8)
 
 
@@ -40,7 +40,7 @@ def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
         for key, value in chosen.items():
             patch.setenv(key, value)
         patch.setenv("FUSCO_NCCL_THREADS", "2")
-        plugin = Plugin(str(plugin_path(flags=[*FLAGS, *flags])), version)
+        plugin = Plugin(str(library_path(flags=flags)), version)
         try:
             yield plugin
         finally:
@@ -93,15 +93,6 @@ def python_sender(tmp_path, plugin):
         yield channel, receiver
         plugin.call(plugin.table.closeListen, listen)
         receiver.close()
-
-
-def connected_by_hand(address, name, rail, chunk_bytes=65536):
-    """A socket of a peer that this test plays, after its handshake."""
-    handshake = Handshake(address.secret, EndpointInfo(0, 3, chunk_bytes, name, rail, 1), is_server=False)
-    client = socket.create_connection(address.rails[rail], timeout=5.0)
-    for _ in range(2):
-        client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))
-    return client
 
 
 @contextmanager

@@ -11,14 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from plugin_rig import FLAGS, RAILS, descriptors_left, pairs, settle, started
+from plugin_rig import RAILS, descriptors_left, pairs, settle, started
 
 from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
 from fusco.core.cache import CacheFolder
 from fusco.core.errors import CompileError
 from fusco.rails import Limits, Rail, nccl_plugin
 from fusco.rails.board import Board
-from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
+from fusco.rails.engine import library_path
+from fusco.rails.nccl import environment_of_plugin, why_not_nccl
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,12 @@ from fusco.rails.nccl import environment_of_plugin, plugin_path, why_not_nccl
         ("FUSCO_NCCL_TIMEOUT_S", "soon", "FUSCO_NCCL_TIMEOUT_S: it is not a positive number of seconds.*=soon"),
         ("FUSCO_NCCL_TIMEOUT_S", "0", "it is not a positive number of seconds"),
         ("FUSCO_NCCL_THREADS", "9", "it is not a number of threads from 1 to 8"),
-        ("FUSCO_NCCL_POLICY", "fuselink-paper", "not one of fuselink, spray, direct"),
-        ("FUSCO_NCCL_LIMITS", "chunk_bytes=0", "a limit is not a positive number"),
-        ("FUSCO_NCCL_LIMITS", "chunk_bytes=64k", "a limit is not a positive number"),
-        ("FUSCO_NCCL_LIMITS", "stall_s=x", "a limit is not a positive number"),
+        ("FUSCO_NCCL_POLICY", "rule=quick", "none of the values that it may have"),
+        ("FUSCO_NCCL_LIMITS", "chunk_bytes=0", "a field is not a positive number"),
+        ("FUSCO_NCCL_LIMITS", "chunk_bytes=64k", "a field is not a positive number"),
+        ("FUSCO_NCCL_LIMITS", "stall_s=x", "a field is not a positive number"),
         ("FUSCO_NCCL_LIMITS", "direct_depth=99", "more than 32 chunks"),
-        ("FUSCO_NCCL_LIMITS", "speed=3", "the name of a field of Limits"),
+        ("FUSCO_NCCL_LIMITS", "speed=3", "is the name of a field, = and a value"),
         ("FUSCO_NCCL_BOARD", "/nowhere/board", "cannot open the board of rails /nowhere/board: No such file"),
     ],
 )
@@ -55,26 +56,26 @@ def test_a_configuration_that_cannot_be(tmp_path, monkeypatch, name, value, text
         monkeypatch.setenv(key, given)
     monkeypatch.setenv(name, value)
     with pytest.raises(PluginError, match=text) as error:
-        Plugin(str(plugin_path(flags=FLAGS)))
+        Plugin(str(library_path()))
     assert error.value.code == SYSTEM_ERROR
     assert not (tmp_path / "b").exists()
 
 
 def test_it_is_compiled_once_and_problems_are_told(tmp_path, monkeypatch):
     folder = CacheFolder(tmp_path, tmp_path)
-    path = plugin_path(folder, ("-O0",))
+    path = library_path(folder, ("-O0",))
     before = path.stat().st_mtime_ns
-    assert plugin_path(folder, ("-O0",)).stat().st_mtime_ns == before
+    assert library_path(folder, ("-O0",)).stat().st_mtime_ns == before
     with pytest.raises(CompileError, match=r"does not compile with .*no-such-flag"):
-        plugin_path(folder, ("--no-such-flag",))
+        library_path(folder, ("--no-such-flag",))
     with (
         pytest.warns(UserWarning, match="read-only"),
         pytest.raises(CompileError, match="read-only; set FUSCO_CACHE_DIR"),
     ):
-        plugin_path(CacheFolder(tmp_path / "none", None, "read-only"))
+        library_path(CacheFolder(tmp_path / "none", None, "read-only"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompileError, match="none of cc, gcc, clang is installed"):
-        plugin_path(folder)
+        library_path(folder)
 
 
 def test_the_environment_that_nccl_needs(monkeypatch):
@@ -90,8 +91,9 @@ def test_the_environment_that_nccl_needs(monkeypatch):
     assert chosen["FUSCO_NCCL_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
     assert (chosen["FUSCO_NCCL_WORKER"], chosen["FUSCO_NCCL_BOARD"]) == ("2", "/dev/shm/b")
     assert "batch=3" in chosen["FUSCO_NCCL_LIMITS"]
-    with pytest.raises(ValueError, match="policy must be one of fuselink, spray, direct, got 'fuselink-paper'"):
-        nccl_plugin(rails, policy="fuselink-paper")
+    assert "bound=worker,monitor=completion" in nccl_plugin(rails, policy="fuselink-paper")["FUSCO_NCCL_POLICY"]
+    with pytest.raises(ValueError, match=r"policy must be one of fuselink, .*, got 'quick'"):
+        nccl_plugin(rails, policy="quick")
     monkeypatch.setattr("fusco.rails.nccl.nccl_version", lambda: (2, 21, 5))
     with pytest.raises(ValueError, match=r"the plugin is for NCCL 2.27 to 2.30, and this torch's is 2.21.5"):
         nccl_plugin(rails)
@@ -102,10 +104,10 @@ def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
     chosen = environment_of_plugin(RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b")
     for key, given in {**chosen, "LOCAL_RANK": "first"}.items():
         monkeypatch.setenv(key, given)
-    Plugin(str(plugin_path(flags=FLAGS))).finalize()
+    Plugin(str(library_path())).finalize()
     monkeypatch.delenv("FUSCO_NCCL_WORKER")
     with pytest.raises(PluginError, match=r"LOCAL_RANK: it is not the number of a worker.*LOCAL_RANK=first"):
-        Plugin(str(plugin_path(flags=FLAGS)))
+        Plugin(str(library_path()))
 
 
 def test_without_descriptors_it_does_not_start_and_leaves_nothing(tmp_path):
@@ -135,7 +137,6 @@ def test_living_workers_keep_their_rows_while_a_process_is_out_of_descriptors(tm
             time.sleep(0.6)  # rows of the dead are reset every 0.25 s
             board.reset_dead()
         assert [each.worker for each in board.workers()] == [0, 1]
-    board.unregister(0)
     board.close()
 
 
@@ -143,8 +144,8 @@ def test_a_signal_while_the_board_is_locked(tmp_path):
     """Registering waits for the lock, through signals whose handlers interrupt system calls."""
     board, seen = Board(tmp_path / "b"), []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))
-    fcntl.flock(board._fd, fcntl.LOCK_EX)
-    released = threading.Timer(0.2, fcntl.flock, (board._fd, fcntl.LOCK_UN))
+    fcntl.flock(board.fd, fcntl.LOCK_EX)
+    released = threading.Timer(0.2, fcntl.flock, (board.fd, fcntl.LOCK_UN))
     released.start()
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
@@ -161,13 +162,13 @@ def test_a_signal_while_the_board_is_locked(tmp_path):
 
 def test_a_board_that_stays_locked(tmp_path):
     board = Board(tmp_path / "b")
-    fcntl.flock(board._fd, fcntl.LOCK_EX)
+    fcntl.flock(board.fd, fcntl.LOCK_EX)
     with (
-        pytest.raises(PluginError, match=r"another process has held its lock for 0\.2 s"),
+        pytest.raises(PluginError, match=r"another process has held the lock of .* for 0\.2 s"),
         started(tmp_path, timeout_s=0.2),
     ):
         pass
-    fcntl.flock(board._fd, fcntl.LOCK_UN)
+    fcntl.flock(board.fd, fcntl.LOCK_UN)
     board.close()
 
 

@@ -16,25 +16,38 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from plugin_rig import (
-    FLAGS,
     LIMITS,
     RAILS,
     SOME,
     address_of,
-    connected_by_hand,
     message,
     pairs,
     python_sender,
     settle,
     started,
 )
+from rails_ends import cut
+from wire_by_hand import (
+    ACK,
+    BYE,
+    DATA,
+    GRANT,
+    HELLO_BYTES,
+    RAIL_DOWN,
+    RECORD_BYTES,
+    TOO_LARGE,
+    Record,
+    connected_by_hand,
+    introduction,
+    pack,
+    unpack,
+)
 
 from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
 from fusco.rails import Limits
 from fusco.rails.board import Board
-from fusco.rails.handshake import EndpointInfo, Handshake
-from fusco.rails.nccl import environment_of_plugin, plugin_path
-from fusco.rails.wire import ACK, BYE, DATA, GRANT, RAIL_DOWN, RECORD_BYTES, TOO_LARGE, Record, pack, unpack
+from fusco.rails.engine import library_path
+from fusco.rails.nccl import environment_of_plugin
 
 PEER = """
 import os, sys, time
@@ -54,7 +67,7 @@ while time.monotonic() < end:
 
 def test_a_killed_peer_and_what_it_leaves(tmp_path):
     theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
-    theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))
+    theirs["NCCL_NET_PLUGIN"] = str(library_path())
     with started(tmp_path) as plugin:
         process = subprocess.Popen(
             [sys.executable, "-c", PEER], env={**os.environ, **theirs}, stdout=subprocess.PIPE, text=True
@@ -67,7 +80,7 @@ def test_a_killed_peer_and_what_it_leaves(tmp_path):
         begin = time.monotonic()
         settle(sends[-1:], sender, limit_s=5.0)
         assert time.monotonic() - begin < LIMITS.no_rail_s + 1.0
-        with pytest.raises(PluginError, match=r"lost worker 0 of another host: .*rail 2 \(lo, 127.0.0.3\)") as error:
+        with pytest.raises(PluginError, match=r"worker 0 is unreachable, .*rail 2 \(lo, 127.0.0.3\)") as error:
             sends[-1].wait()
         assert error.value.code == REMOTE_ERROR
         sender.close()
@@ -125,7 +138,7 @@ def refusing(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSCO_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "refusing.c").write_text(REFUSING, encoding="ascii")
     flags = ["-O0", "-Wl,--wrap=epoll_ctl", str(tmp_path / "refusing.c")]
-    library = ctypes.CDLL(str(plugin_path(flags=[*FLAGS, *flags])))
+    library = ctypes.CDLL(str(library_path(flags=flags)))
     passed, refused = (ctypes.c_int.in_dll(library, name) for name in ("num_to_pass", "num_to_refuse"))
 
     def refuse(num_to_pass, num_to_refuse):
@@ -162,7 +175,7 @@ def test_a_plugin_that_cannot_wait_for_connections_says_so(tmp_path, refusing):
 
 def test_a_process_that_ends_with_open_communicators(tmp_path):
     theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
-    theirs["NCCL_NET_PLUGIN"] = str(plugin_path(flags=FLAGS))
+    theirs["NCCL_NET_PLUGIN"] = str(library_path())
     ended = subprocess.run(
         [sys.executable, "-c", EXITS],
         check=False,
@@ -202,10 +215,6 @@ def test_a_python_endpoint_sends_to_the_plugin(tmp_path):
 def test_rails_fail_under_load_and_come_back(tmp_path):
     rng, data = np.random.default_rng(3), message(0, 2_000_000)
 
-    def cut(rail):
-        if rail in channel._connections and len(channel.rails) > 1:
-            channel.drop(channel._connections[rail], "cut", tells_peer=bool(rng.integers(2)))
-
     with started(tmp_path) as plugin, python_sender(tmp_path, plugin) as (channel, receiver):
         for repetition in range(10):
             buffers = [bytearray(len(data)) for _ in range(4)]
@@ -213,7 +222,7 @@ def test_rails_fail_under_load_and_come_back(tmp_path):
             sends = [channel.isend(data) for _ in buffers]
             for rail in rng.integers(3, size=2):
                 time.sleep(0.002)
-                channel._host.loop.post(lambda rail=int(rail): cut(rail))
+                cut(channel, int(rail))
             settle([*receives, *sends], receiver)
             assert all(buffer == data.tobytes() for buffer in buffers), repetition
         end = time.monotonic() + 5.0
@@ -263,7 +272,7 @@ def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(t
         settle([*sends, received], sender, receiver, limit_s=5.0)
         assert sends[0].wait() == 3
         assert not is_full or sends[1].error.code == REMOTE_ERROR
-        assert any("the peer has closed its end" in line for line in plugin.log)
+        assert any("has closed its channel" in line for line in plugin.log)
         sender.close()
         plugin.call(plugin.table.closeListen, listen)
 
@@ -310,7 +319,7 @@ def forged(rng):
 
 
 def test_records_that_are_forged_cost_their_connection_only(tmp_path):
-    rng = np.random.default_rng(int(os.environ.get("PLUGIN_SEED", "5")))
+    rng = np.random.default_rng(int(os.environ.get("ENGINE_SEED", "5")))
     with started(tmp_path) as plugin, pairs(plugin) as [(sender, receiver)]:
         for i in range(60):
             handle, listen = plugin.listen()
@@ -341,9 +350,9 @@ def test_foreign_connections_are_refused(tmp_path):
         for i in range(30):
             with socket.create_connection(address.rails[i % 3]) as foreign:
                 foreign.settimeout(5.0)
-                handshake = Handshake(rng.bytes(32), EndpointInfo(0, 3, 4096, rng.bytes(16), i % 3, 1), is_server=False)
-                greeting = foreign.recv(24, socket.MSG_WAITALL)
-                answer = handshake.receive(greeting) if i % 2 else rng.bytes(int(rng.integers(1, 300)))
+                hello = foreign.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                known = introduction(hello, rng.bytes(32), rng.bytes(16), i % 3)  # but of another secret
+                answer = known if i % 2 else rng.bytes(int(rng.integers(1, 300)))
                 with suppress(OSError):  # it may be closed before all of that is sent
                     foreign.sendall(answer)
                     foreign.shutdown(socket.SHUT_WR)

@@ -1,120 +1,192 @@
-"""Connections: foreign ones, garbage, replays, and chunks that are late."""
+"""Connections: foreign ones, garbage, replays, messages of hostile peers, and peers whose process ends."""
 
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from rails_ends import RAILS, connected, random_bytes, wait_for
+from rails_ends import LIMITS, RAILS, random_bytes, wait_for
+from wire_by_hand import (
+    ACK,
+    ANSWER_BYTES,
+    BYE,
+    DATA,
+    GRANT,
+    HELLO_BYTES,
+    RAIL_DOWN,
+    TOO_LARGE,
+    Record,
+    connected_by_hand,
+    introduction,
+    pack,
+    read_record,
+)
 
-from fusco.core.errors import TransportError
+from fusco.core.errors import PeerFailureError, TransportError
 from fusco.rails import Endpoint
-from fusco.rails.connection import Connection
-from fusco.rails.handshake import EndpointInfo, Handshake
-from fusco.rails.wire import DATA, Record, WireError, pack
+
+SIZE = 200_000  # of the message that a peer is granted: four chunks
+MESSAGE = random_bytes(SIZE).tobytes()
+
+
+@contextmanager
+def hostile_peer(tmp_path, rails=(0, 1)):
+    """A channel of an endpoint with two rails to a peer that the test plays, and the peer's sockets."""
+    with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a", limits=LIMITS, timeout_s=20.0) as endpoint:
+        address = endpoint.listen()
+        sockets = [connected_by_hand(address, b"n" * 16, rail) for rail in rails]
+        channel = endpoint.accept()
+        wait_for(lambda: channel.rails == rails)
+        yield channel, sockets
+        for each in sockets:
+            each.close()
 
 
 def test_foreign_connections_are_refused(tmp_path):
     rng = np.random.default_rng(2)
-    with connected(tmp_path) as (a, b), socket.socket() as silent:
-        listening = [b._connections[rail].socket.getsockname() for rail in range(3)]
-        silent.connect(listening[0])
-        for i in range(30):
-            with socket.create_connection(listening[i % 3]) as foreign:
+    with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a", limits=LIMITS) as endpoint, socket.socket() as silent:
+        address = endpoint.listen()
+        recorded = []
+        silent.connect(address.rails[0])
+        for i in range(40):
+            with socket.create_connection(address.rails[i % 3]) as foreign:
                 foreign.settimeout(5.0)
-                foreign.recv(24, socket.MSG_WAITALL)
+                hello = foreign.recv(HELLO_BYTES, socket.MSG_WAITALL)
+                answer = introduction(hello, address.secret, bytes([i]) * 16, i % 3)
+                flipped = bytearray(answer)
+                flipped[int(rng.integers(len(answer)))] ^= 1 << int(rng.integers(8))
                 garbage = rng.integers(0, 256, int(rng.integers(0, 300)), dtype=np.uint8).tobytes()
+                reflected = (hello + bytes(200))[: len(answer)]
+                foreign_secret = introduction(hello, bytes(32), bytes(16), i % 3)
+                replayed = recorded[0] if recorded else b""
+                recorded.append(answer)
                 with suppress(OSError):  # it may be closed before all of that is sent
-                    foreign.sendall(garbage)
+                    foreign.sendall([garbage, bytes(flipped), foreign_secret, reflected, replayed][i % 5])
                     foreign.shutdown(socket.SHUT_WR)
                     assert foreign.recv(1) == b""  # nothing but the greeting is ever answered
-        message, buffer = random_bytes(300_000), bytearray(300_000)
-        received, sent = b.irecv(buffer), a.isend(message)
-        assert (received.wait(), sent.wait()) == (300_000, 300_000)
-        assert buffer == message.tobytes()
-        assert a.rails == b.rails == (0, 1, 2)
+        wait_for(lambda: endpoint.num_refused == 40)
+        with pytest.raises(TransportError):
+            endpoint.accept(0.01)
 
 
 @pytest.mark.parametrize(("claimed", "listener", "num_rails"), [(1, 0, 3), (2, 2, 1)])
 def test_rails_that_a_client_cannot_have(tmp_path, claimed, listener, num_rails):
     with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as endpoint:
         address = endpoint.listen()
-        this = EndpointInfo(1, num_rails, 4096, b"c" * 16, claimed, 1)
-        handshake = Handshake(address.secret, this, is_server=False)
         with socket.create_connection(address.rails[listener]) as client:
-            client.sendall(handshake.receive(client.recv(handshake.num_expected, socket.MSG_WAITALL)))
-            client.recv(handshake.num_expected, socket.MSG_WAITALL)
-            assert client.recv(1) == b""
+            hello = client.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            client.sendall(
+                introduction(hello, address.secret, b"c" * 16, listener, num_rails=num_rails, claims=claimed)
+            )
+            assert client.recv(ANSWER_BYTES) == b""
         wait_for(lambda: endpoint.num_refused == 1)
         with pytest.raises(TransportError):
             endpoint.accept(0.01)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x00" * 32,
-        os.urandom(100),
-        pack(Record(seq=99, size=10, slot=0, mask=10, kind=DATA)) + b"0123456789",
-        pack(Record(seq=0, size=2**60, slot=0, mask=2**31, kind=DATA)),
-        pack(Record(seq=5, slot=3, kind=3)),
-    ],
-    ids=["zeros", "garbage", "not granted", "too large", "never sent"],
-)
-def test_garbage_of_a_peer_costs_its_rail_only(tmp_path, data):
-    message = random_bytes(2_000_000)
-    with connected(tmp_path) as (a, b):
-        buffer = bytearray(len(message))
-        received = b.irecv(buffer)
-        wait_for(lambda: a._sends._early_grants)
-        broken = a._connections[1]
-        a._host.loop.post(lambda: broken.socket.send(data))
-        wait_for(lambda: a._connections.get(1) not in (None, broken))
-        sent = a.isend(message)
-        assert (received.wait(), sent.wait()) == (len(message), len(message))
-        assert buffer == message.tobytes()
+def test_a_flood_of_connections_leaves_peers_their_handshake(tmp_path):
+    with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as endpoint:
+        address, flood = endpoint.listen(), []
+        with socket.create_connection(address.rails[0]) as client:
+            hello = client.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            begin = time.monotonic()
+            while len(flood) < 300:
+                flood.append(socket.create_connection(address.rails[0]))
+            if time.monotonic() - begin < 0.2:  # else this machine is too slow for a flood
+                client.sendall(introduction(hello, address.secret, b"c" * 16, 0))
+                assert len(client.recv(ANSWER_BYTES, socket.MSG_WAITALL)) == ANSWER_BYTES
+        for each in flood:
+            each.close()
+
+
+def await_grant(peer, seq):
+    while (record := read_record(peer)).kind != GRANT or record.seq != seq:
+        pass
+
+
+def data(seq=0, size=SIZE, chunk=0, num_bytes=65536, kind=DATA):
+    payload = MESSAGE[65536 * chunk : 65536 * chunk + num_bytes]
+    return pack(Record(seq, size, chunk, num_bytes, kind=kind)) + payload
+
+
+GARBAGE = {
+    "zeros": bytes(32),
+    "random": os.urandom(100),
+    "no kind": pack(Record(kind=7)),
+    "not granted": data(seq=99, size=10, num_bytes=10),
+    "larger than the buffer": pack(Record(0, 2**60, 0, 2**31, kind=DATA)),
+    "of more bytes than there are": pack(Record(0, 2**64 - 1, kind=TOO_LARGE)),
+    "a chunk that it does not have": data(chunk=4, num_bytes=0),
+    "a chunk of a wrong size": data(num_bytes=4096),
+    "a size that changes": data() + data(size=100_000, chunk=1, num_bytes=100_000 - 65536),
+    "said not to fit": data(num_bytes=0, kind=TOO_LARGE),
+    "a hole": data() + data(chunk=1, num_bytes=0, kind=TOO_LARGE),
+    "never sent": pack(Record(5, slot=3, kind=ACK)),
+    "granted too far ahead": pack(Record(10_000, 10, kind=GRANT)),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_of_a_peer_costs_its_rail_only(tmp_path, name):
+    with hostile_peer(tmp_path) as (channel, (broken, works)):
+        received = channel.irecv(buffer := bytearray(SIZE))
+        await_grant(broken, 0)
+        broken.sendall(GARBAGE[name])
+        wait_for(lambda: channel.rails == (1,))
+        assert not received.done
+        for chunk in range(4):
+            works.sendall(data(chunk=chunk, num_bytes=min(65536, SIZE - 65536 * chunk)))
+        assert received.wait() == SIZE
+        assert buffer == MESSAGE
 
 
 def test_chunks_that_are_replayed_change_nothing(tmp_path):
-    with connected(tmp_path) as (a, b):
-        buffer = bytearray(5)
-        received, sent = b.irecv(buffer), a.isend(b"first")
-        sent.wait()
-        received.wait()
-        replay = pack(Record(seq=0, size=5, slot=0, mask=5, kind=DATA)) + b"XXXXX"
-        old = a._connections[0]
-        a._host.loop.post(lambda: old.socket.send(replay))
-        wait_for(lambda: a._connections.get(0) not in (None, old))  # acknowledged, although nothing was sent
-        received, sent = b.irecv(second := bytearray(6)), a.isend(b"second")
-        assert (received.wait(), bytes(second), bytes(buffer)) == (6, b"second", b"first")
+    with hostile_peer(tmp_path) as (channel, (peer, _)):
+        received = channel.irecv(buffer := bytearray(5))
+        await_grant(peer, 0)
+        peer.sendall(pack(Record(0, 5, 0, 5, kind=DATA)) + b"first")
+        assert received.wait() == 5
+        following = channel.irecv(bytearray(6))
+        await_grant(peer, 1)
+        peer.sendall(pack(Record(0, 5, 0, 5, kind=DATA)) + b"XXXXX" + pack(Record(1, 6, 0, 6, kind=DATA)) + b"second")
+        assert following.wait() == 6
+        assert buffer == b"first"
 
 
-def test_chunks_that_are_late_are_sent_again_once_it_is_not_the_rule():
-    with socket.socket() as unconnected:
-        connection = Connection(unconnected, 1, 1)
-
-        def send(chunk, seconds, checks_after):
-            connection.send_chunk((0, chunk), (b"", memoryview(b"")))
-            connection.outstanding[0, chunk].at_s = time.monotonic() - seconds
-            late = connection.late_chunks(time.monotonic() - seconds + checks_after, 0.010)
-            connection.outstanding[0, chunk].has_begun = True
-            connection.acknowledged((0, chunk))
-            return late
-
-        assert [send(i, 0.002, 0.009) for i in range(20)] == [[]] * 20
-        assert send(20, 0.100, 0.100) == [(0, 20)]
-        assert send(21, 0.002, 0.015) == []  # the limit has grown a little
-        assert [bool(send(30 + i, 0.040, 0.040)) for i in range(12)][-4:] == [False] * 4  # the rail has become slow
+def test_what_a_peer_acknowledged_before_it_left_was_delivered(tmp_path):
+    with hostile_peer(tmp_path) as (channel, (first, second)):
+        sent, received = channel.isend(b"all"), channel.irecv(bytearray(1))
+        first.sendall(pack(Record(0, 3, kind=GRANT)))
+        used = next(each for each in (first, second) if _chunk_of(each) == b"all")
+        used.sendall(pack(Record(0, 3, kind=ACK)) + pack(Record(kind=BYE)))
+        for each in (first, second):
+            each.close()
+        assert sent.wait() == 3
+        with pytest.raises(PeerFailureError, match="worker 0 has closed its channel"):
+            received.wait()
 
 
-def test_a_chunk_is_not_acknowledged_before_it_is_written():
-    ends = socket.socketpair()
-    with ends[0], ends[1]:
-        connection = Connection(ends[0], 1, 1)
-        connection.send_chunk((0, 0), (b"header", memoryview(b"payload")))
-        with pytest.raises(WireError, match="chunk 0 of message 0 was acknowledged, but not sent"):
-            connection.acknowledged((0, 0))
-        connection.write()
-        assert connection.acknowledged((0, 0)) is not None
+def _chunk_of(connected):
+    while (record := read_record(connected)).kind != DATA:
+        pass
+    return connected.recv(record.mask, socket.MSG_WAITALL)
+
+
+def test_a_peer_whose_process_has_ended_is_lost_at_once(tmp_path):
+    """At the end that was connected, too: the kernel ends connections in order, which no living peer does."""
+    with hostile_peer(tmp_path) as (channel, sockets):
+        received, begin = channel.irecv(bytearray(1)), time.monotonic()
+        for each in sockets:
+            read_record(each) if each is sockets[0] else None  # no byte unread, so the end is in order
+            each.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerFailureError, match="is unreachable, its process has ended: rail 0"):
+            received.wait()
+        assert time.monotonic() - begin < LIMITS.no_rail_s / 2
+
+
+def test_a_peer_that_says_a_rail_is_down(tmp_path):
+    with hostile_peer(tmp_path) as (channel, (_, tells)):
+        tells.sendall(pack(Record(slot=0, epoch=1, kind=RAIL_DOWN)))
+        wait_for(lambda: channel.rails == (1,))

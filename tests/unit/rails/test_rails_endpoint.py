@@ -2,10 +2,10 @@
 
 import gc
 import os
+import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -80,7 +80,7 @@ def test_a_peer_that_does_not_take_part(tmp_path):
     with connected(tmp_path) as (a, b):
         with pytest.raises(PeerFailureError, match=r"isend #0.*worker 1 did not take part within 0.1 s; rail 0 \(lo"):
             a.isend(b"no receive is posted").wait(0.1)
-        assert a.closed.wait(5.0)
+        wait_for(lambda: a.is_closed)
         with pytest.raises(PeerFailureError):
             b.irecv(bytearray(100)).wait()
 
@@ -88,7 +88,6 @@ def test_a_peer_that_does_not_take_part(tmp_path):
 def test_after_a_limit_memory_is_the_callers_again(tmp_path):
     with connected(tmp_path) as (a, _):
         waiting = a.irecv(bytearray(4))
-        a._host.loop.post(lambda: time.sleep(0.3))
         with pytest.raises(PeerFailureError, match=r"irecv #0"):
             waiting.wait(0.1)
         assert waiting.done
@@ -99,36 +98,41 @@ def test_an_error_of_a_callback_is_not_that_of_a_rail(tmp_path):
         raise FileNotFoundError(2, "No such file")
 
     with connected(tmp_path) as (a, b):
-        sent = [a.isend(b"one"), a.isend(b"two")]
+        a.isend(b"one")
         b.irecv(bytearray(3), fails)
         with pytest.raises(RuntimeError, match=r"on_done of irecv #0 raised FileNotFoundError\(2, 'No such file'\)"):
             b.irecv(bytearray(3)).wait()
-        with pytest.raises(PeerFailureError):
-            sent[1].wait()
+        with pytest.raises(PeerFailureError, match="worker 1 has closed its channel"):
+            a.irecv(bytearray(3)).wait()
 
 
-def test_what_a_peer_acknowledged_before_it_reset_the_connection_was_delivered(tmp_path):
-    """It leaves with bytes unread, so its end resets the connection, which the other end notices when it writes."""
-    options = {"rails": RAILS[:1], "limits": LIMITS, "is_polled": True}
+def test_an_event_loop_polls_when_a_descriptor_is_readable(tmp_path):
+    """Without a thread, and without polling while nothing happens."""
+    options, num_polls, done = {"rails": RAILS[:1], "limits": LIMITS, "is_polled": True}, 0, []
     with (
         Endpoint(worker=0, board=tmp_path / "a", **options) as a,
         Endpoint(worker=0, board=tmp_path / "b", **options) as b,
+        selectors.DefaultSelector() as selector,
     ):
-        ours, theirs = a.dial(b.listen(), bytes(16)), None
-        while not (ours.rails and theirs and theirs.rails):
-            a.poll()
-            b.poll()
-            theirs = b.channel(bytes(16))
-        sent, received = ours.isend(b"all"), theirs.irecv(bytearray(3))
-        while not received.done:
-            a.poll()
-            b.poll()
-        ours.irecv(bytearray(3))  # tells the peer, which does not read it
-        theirs._connections[0].socket.close()
-        ours.irecv(bytearray(3))
-        assert not ours.rails
-        assert sent.done
-        assert sent.wait() == 3
+        for each in (a, b):
+            selector.register(each.fileno(), selectors.EVENT_READ)
+        channel, buffer = a.dial(b.listen(), bytes(16)), bytearray(1_000_000)
+        channel.isend(message := random_bytes(1_000_000))
+        begin, accepted = time.monotonic(), None
+        while not done:
+            selector.select(min(a.poll(), b.poll()))
+            num_polls += 1
+            if accepted is None and (accepted := b.channel(bytes(16))):
+                accepted.irecv(buffer, done.append)
+            assert time.monotonic() < begin + 10.0
+        assert done == [None]
+        assert buffer == message.tobytes()
+        settled, num_polls = num_polls, 0
+        while time.monotonic() < begin + 1.0:
+            selector.select(min(a.poll(), b.poll()))
+            num_polls += 1
+        assert settled < 1000
+        assert num_polls < 30  # looks at links and at the board
 
 
 def test_closing_fails_what_is_not_done(tmp_path):
@@ -138,8 +142,9 @@ def test_closing_fails_what_is_not_done(tmp_path):
         a.close()
         with pytest.raises(ClosedError, match="the channel was closed"):
             waiting.wait()
-        with pytest.raises(ClosedError):
-            a.isend(b"")
+        for post in (a.isend, a.irecv):
+            with pytest.raises(ClosedError, match="the channel was closed"):
+                post(bytearray(1))
         with pytest.raises(PeerFailureError, match="worker 0 has closed its channel"):
             peers.wait()
 
@@ -179,7 +184,7 @@ def no_garbage_collection():
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_without_descriptors_an_endpoint_says_so_and_leaves_nothing(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    for num in range(5):  # two for the board, a socket, two of the loop
+    for num in range(4):  # one for the board, a socket, two of the loop
         with (
             descriptors_left(num),
             pytest.raises(
@@ -189,21 +194,7 @@ def test_without_descriptors_an_endpoint_says_so_and_leaves_nothing(tmp_path):
             Endpoint(worker=0, rails=RAILS, board=tmp_path / "a")
         assert error.tb is not None  # which refers to the endpoint
         assert len(os.listdir("/proc/self/fd")) == before, num
-        assert (tmp_path / "a").exists() == (num == 1), num  # an empty board, which its next user removes
-
-
-@pytest.mark.usefixtures("no_garbage_collection")
-def test_without_threads_an_endpoint_says_so_and_leaves_nothing(tmp_path, monkeypatch):
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(TransportError, match=r"worker 0 cannot use rails: can't start new thread") as error:
-        Endpoint(worker=0, rails=RAILS, board=tmp_path / "a")
-    assert error.tb is not None  # which refers to the endpoint
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert not (tmp_path / "a").exists()
+        assert not (tmp_path / "a").exists(), num
 
 
 def test_rails_are_connected_once_there_are_descriptors_again(tmp_path):
@@ -217,6 +208,36 @@ def test_rails_are_connected_once_there_are_descriptors_again(tmp_path):
             time.sleep(0.2)
             assert not channel.rails
         wait_for(lambda: len(channel.rails) == len(RAILS))
+
+
+def test_after_the_endpoint_was_closed(tmp_path):
+    with connected(tmp_path) as (a, b):
+        waiting = a.irecv(bytearray(4))
+        a._endpoint.close()
+        for failing in (waiting.wait, lambda: a.isend(b"x"), lambda: a.irecv(bytearray(1))):
+            with pytest.raises(ClosedError, match="the channel was closed"):
+                failing()
+        with pytest.raises(PeerFailureError, match="worker 0 has closed its channel"):
+            b.irecv(bytearray(1)).wait()
+
+
+def test_channels_that_were_closed_leave_nothing(tmp_path):
+    with (
+        Endpoint(worker=0, rails=RAILS, board=tmp_path / "a") as a,
+        Endpoint(worker=1, rails=RAILS, board=tmp_path / "b") as b,
+    ):
+        address = b.listen()
+        for i in range(20):
+            near, far = a.connect(address), b.accept()
+            near.isend(b"hello", lambda _: None)
+            assert far.irecv(bytearray(5)).wait() == 5
+            (near if i % 2 else far).close()
+            wait_for(lambda far=far, near=near: far.is_closed and near.is_closed)
+        before = len(os.listdir("/proc/self/fd"))
+        del near, far
+        gc.collect()
+        assert len(a._channels) + len(b._channels) <= 2
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_forked_process_must_not_use_a_channel(tmp_path):

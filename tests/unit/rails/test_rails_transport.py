@@ -1,14 +1,17 @@
 """Messages between endpoints over loopback addresses, also while rails fail."""
 
+import socket
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from rails_ends import connected, cut, random_bytes, wait_for
+from rails_ends import RAILS, connected, cut, random_bytes, wait_for
+from wire_by_hand import ACK, DATA, GRANT, Record, connected_by_hand, pack, read_record
 
-from fusco.rails import Limits
+from fusco.core.errors import PeerFailureError
+from fusco.rails import Endpoint, Limits
 
 
 @pytest.mark.parametrize("policy", ["fuselink", "fuselink-paper", "spray", "direct"])
@@ -113,12 +116,54 @@ def test_all_rails_but_one_fail(tmp_path):
 
 
 def test_a_late_chunk_arrives_over_another_rail(tmp_path):
-    message = random_bytes(3_000_000)
-    with connected(tmp_path, limits=Limits(chunk_bytes=64 * 1024, hold_s=0.02, release_s=0.001)) as (a, b):
-        stuck = a._connections[1]
-        stuck.write = lambda: None  # what is given to it stays there, as in a class that never gets its turn
-        buffer = bytearray(len(message))
-        received, sent = b.irecv(buffer), a.isend(message)
-        assert (sent.wait(), received.wait()) == (len(message), len(message))
-        assert buffer == message.tobytes()
-        assert stuck.outstanding
+    """The peer does not read the borrowed rail 1, as if its class never got a turn."""
+    size, chunk_bytes = 3_000_000, 1 << 20
+    message, arrived = random_bytes(size), bytearray(size)
+    limits = Limits(chunk_bytes=chunk_bytes, hold_s=0.02, release_s=0.001)
+    with Endpoint(worker=0, rails=RAILS[:2], board=tmp_path / "a", limits=limits) as endpoint:
+        address = endpoint.listen()
+        with (
+            connected_by_hand(address, b"n" * 16, 0) as read,
+            connected_by_hand(address, b"n" * 16, 1, num_received_bytes=4096) as stuck,
+        ):
+            channel = endpoint.accept()
+            wait_for(lambda: channel.rails == (0, 1))
+            sent, chunks = channel.isend(message), set()
+            read.sendall(pack(Record(0, size, mask=0b11, epoch=1, kind=GRANT)))
+            time.sleep(0.05)  # so that rail 1 has some
+            while len(chunks) < 3:
+                record = read_record(read)
+                start = record.slot * chunk_bytes
+                arrived[start : start + record.mask] = read.recv(record.mask, socket.MSG_WAITALL)
+                chunks.add(record.slot)
+                read.sendall(pack(Record(0, size, record.slot, 0b11, 1 + len(chunks), ACK)))
+            assert sent.wait() == size
+            assert arrived == message.tobytes()
+            assert read_record(stuck).kind == DATA
+
+
+def test_more_receives_than_a_sender_may_be_granted(tmp_path):
+    with connected(tmp_path) as (a, b):
+        buffers = [bytearray(4) for _ in range(1000)]
+        receives = [b.irecv(buffer) for buffer in buffers]
+        sends = [a.isend(i.to_bytes(4, "little")) for i in range(1000)]
+        for each in (*sends, *receives):
+            each.wait()
+        assert [int.from_bytes(buffer, "little") for buffer in buffers] == list(range(1000))
+        assert a.is_complete
+
+
+def test_callbacks_are_called_in_order_and_with_the_error(tmp_path):
+    with connected(tmp_path) as (a, b):
+        order, last = [], []
+        for i in range(100):
+            b.irecv(bytearray(8), lambda error, i=i: order.append((i, error)))
+            a.isend(bytes(8), last.append)
+        wait_for(lambda: len(order) == len(last) == 100)
+        assert order == [(i, None) for i in range(100)]
+        assert last == [None] * 100
+        failed = []
+        b.irecv(bytearray(8), failed.append)
+        a.close()
+        wait_for(lambda: failed)
+        assert isinstance(failed[0], PeerFailureError)

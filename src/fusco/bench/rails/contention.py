@@ -35,8 +35,8 @@ STEPS = {
     "direct rail only": POLICIES["direct"],
     "+ all rails, without control": POLICIES["spray"],
     "+ monitors, bound per worker (FuseLink)": POLICIES["fuselink-paper"],
-    "+ activity instead of completions": Policy("activity", POLICIES["fuselink"].choose, bound="worker"),
-    "+ bound shared by all workers": Policy("shared", POLICIES["fuselink"].choose),
+    "+ activity instead of completions": Policy("activity", bound="worker"),
+    "+ bound shared by all workers": Policy("shared"),
     "+ lower priority (fuselink)": POLICIES["fuselink"],
 }
 
@@ -92,7 +92,7 @@ def measure_incast(bed: Testbed, policies: list[str], seconds: float) -> Iterato
     variants += [
         replace(policy, name=f"{policy.name}, no mask", heeds_receiver=False)
         for policy in variants
-        if policy.monitored and policy.name != "nccl"
+        if policy.rule == "fuselink" and policy.name != "nccl"
     ]
     for policy in variants:
         with Crew(bed, policy, num_rails=2) as crew:

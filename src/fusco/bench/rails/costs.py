@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 import timeit
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -14,57 +13,47 @@ from pathlib import Path
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.record import CaseResult, percentile_ms, scaled
-from fusco.rails import POLICIES, Limits, Rail
+from fusco.rails import POLICIES, Endpoint, Rail
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
-from fusco.rails.board_row import BoardRow
-from fusco.rails.monitor import ActivityMonitor
-from fusco.rails.scheduler import Scheduler
-from fusco.rails.wire import ACK, Record, pack, unpack
+from fusco.rails.engine import functions
 from fusco.testbed import Testbed
 
 _REPEATS, _CALLS = 7, 5000
 _VICTIM_BYTES, _PERIOD_S = 8_000_000, 0.1
 _SAMPLE_S = 0.0002
-_CHOOSE = "choose a rail, count the chunk and its completion"
 
 
 def measure_costs(_bed: Testbed, _policies: list[str], _seconds: float) -> Iterator[CaseResult]:
-    """Measure control operations of a worker on a host of 4 rails and 4 workers, one call each."""
+    """Measure control operations of a worker on a host of 4 rails and 4 workers, one call each, less an empty one."""
     rails = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(4)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as ending:
-        board = Board(Path(folder) / "board")
-        ending.callback(board.close)
-        rows = [BoardRow(board, i, 1 << i, rails) for i in range(4)]
-        for row in rows:
-            ending.callback(row.close)
-        limits = Limits()
-        monitor = ActivityMonitor(board, rows[0].row, [0] * 4, limits.hold_s, limits.chunk_bytes)
-        scheduler = Scheduler(rows[0], monitor, POLICIES["fuselink"], limits, direct=1, num_rails=4)
-        scheduler.view.usable = 0b1111
-        queue, credit = deque[int](), Record(1, 2, 3, 4, 5, ACK)
-        packed = pack(credit)
+        board = Path(folder) / "board"
+        workers = [Endpoint(worker=i, rails=rails, board=board, is_polled=True) for i in range(4)]
+        for worker in workers:
+            ending.enter_context(worker)
+        engine, scheduler = functions(), workers[0].scheduler()
 
-        def post_and_pull() -> None:
-            queue.append(1)
-            queue.popleft()
+        def choose() -> None:
+            engine["scheduler_completed"](scheduler, engine["scheduler_next"](scheduler), 0)
 
-        operations: dict[str, Callable[[], object]] = {
-            "post and pull an operation": post_and_pull,
-            "query the load of 4 rails": monitor.idle_to_send,
-            _CHOOSE: lambda: scheduler.completed(scheduler.choose(), 0),
-            "write a credit": lambda: pack(credit),
-            "read a credit": lambda: unpack(packed),
-        }
-        for name, operation in operations.items():
-            yield CaseResult(name, "fuselink", {"us": _microseconds(operation)})
-        scheduler.view.outstanding[0] = limits.direct_depth  # full, so each choice borrows a rail
-        yield CaseResult("borrow an idle rail and give it back", "fuselink", {"us": _microseconds(operations[_CHOOSE])})
+        empty = _microseconds(lambda: engine["fileno"](workers[0].handle))
+        query = _microseconds(lambda: engine["scheduler_idle"](scheduler)) - empty
+        chosen = _microseconds(choose) - 2 * empty
+        for _ in range(workers[0].limits.direct_first):  # so each further choice borrows a rail
+            engine["scheduler_next"](scheduler)
+        borrowed = _microseconds(choose) - 2 * empty
+    for case, cost in (
+        ("query the load of 4 rails", query),
+        ("choose a rail, count the chunk and its completion", chosen),
+        ("borrow an idle rail and give it back", borrowed),
+    ):
+        yield CaseResult(case, "fuselink", {"us": max(0.0, cost)})
 
 
 def measure_change(bed: Testbed, policies: list[str], seconds: float) -> Iterator[CaseResult]:
     """Measure how long an owner shares its rail after it begins to send, and how soon it is borrowed again."""
     for name in policies:
-        if not POLICIES[name].monitored:
+        if POLICIES[name].rule != "fuselink":
             continue
         with Crew(bed, POLICIES[name], num_rails=2) as crew:
             senders, receivers = crew.hire_pairs(2)
@@ -127,6 +116,5 @@ def _watch(path: Path, end: float) -> list[_Change]:
 
 
 def _microseconds(operation: Callable[[], object]) -> float:
-    """Return the microseconds of a call, the least of several means, less those of an empty one."""
-    best = [min(timeit.repeat(each, number=_CALLS, repeat=_REPEATS)) for each in (operation, lambda: None)]
-    return 1e6 * (best[0] - best[1]) / _CALLS
+    """Return the microseconds of a call, the least of several means."""
+    return 1e6 * min(timeit.repeat(operation, number=_CALLS, repeat=_REPEATS)) / _CALLS

@@ -1,5 +1,5 @@
 /* SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for the handshake only. */
-#include "rails.h"
+#include "engine.h"
 
 #include <stdlib.h>
 #include <string.h>

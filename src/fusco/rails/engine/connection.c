@@ -1,5 +1,5 @@
 /* A connection of a channel over one rail: credits and chunks out, records and payloads in. It never blocks. */
-#include "rails.h"
+#include "engine.h"
 
 #include <errno.h>
 #include <linux/sockios.h>
@@ -14,9 +14,12 @@
 enum {
   /* Of the socket's buffer. Credits wait behind it, so it is short; but it feeds the rail while the core is busy. */
   MAX_UNSENT = 256 * 1024,
+  LATE = 4, /* times what is typical */
   LATE_AVERAGED_OVER = 8,
+  MAX_UNSENT_CREDITS = 2 << 20, /* bytes; a peer that reads leaves some hundred */
   LOW_TOS = 0x20, LOW_PRIORITY = 2,  /* RFC 3662: class CS1 in packets, the lowest band of queueing disciplines */
 };
+const char PEER_CLOSED[] = "the peer's process has closed it";
 static const char ZEROS[64 * 1024]; /* sent for the rest of a chunk that the peer has got over another rail */
 
 static void release(struct watched *watched) {
@@ -58,6 +61,12 @@ void connection_credit(struct connection *connection, const struct record *recor
   memcpy(connection->credits + connection->num_credits, record, sizeof *record);
   ((struct record *)(connection->credits + connection->num_credits))->magic = RECORD_MAGIC;
   connection->num_credits += sizeof *record;
+  connection->channel->num_owed += sizeof *record;
+}
+
+static void count_bytes(struct connection *connection, ssize_t num_bytes) {
+  connection->channel->num_bytes += (uint64_t)num_bytes;
+  atomic_fetch_add_explicit(&connection->channel->host->progress.num_bytes, (uint64_t)num_bytes, memory_order_relaxed);
 }
 
 struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk) {
@@ -78,10 +87,10 @@ static bool begin_frame(struct connection *connection) {
   for (int i = 0; i < connection->num_outstanding; i++) {
     struct posted *each = connection->outstanding + i;
     if (!each->is_queued) continue;
-    struct outgoing *message = connection->channel->out + each->seq % MAX_REQUESTS;
-    if (!channel_payload(connection->channel, each->seq, each->chunk)) {
+    const struct request *message = messages_outgoing(connection->channel, each->seq, each->chunk);
+    if (!message) {
       connection_remove(connection, each);
-      schedule_completed(connection->channel, connection->rail, 0);
+      scheduler_completed(&connection->channel->scheduler, connection->rail, 0);
       i--;
       continue;
     }
@@ -110,7 +119,9 @@ static ssize_t write_frame(struct connection *connection) {
   size_t header = connection->frame_sent < RECORD_BYTES ? RECORD_BYTES - connection->frame_sent : 0;
   size_t done = connection->frame_sent < RECORD_BYTES ? 0 : connection->frame_sent - RECORD_BYTES;
   size_t left = frame->mask - done;
-  const char *payload = connection->kept ? (char *)connection->kept : channel_payload(connection->channel, frame->seq, frame->slot);
+  const struct request *message = connection->kept ? NULL : messages_outgoing(connection->channel, frame->seq, frame->slot);
+  const char *payload = (char *)connection->kept;
+  if (message) messages_payload(connection->channel, message, frame->slot, &payload);
   if (payload) {
     payload += done;
   } else {
@@ -118,9 +129,10 @@ static ssize_t write_frame(struct connection *connection) {
     left = left < sizeof ZEROS ? left : sizeof ZEROS;
   }
   struct iovec parts[2] = {{(char *)frame + RECORD_BYTES - header, header}, {(char *)payload, left}};
-  struct msghdr message = {.msg_iov = header ? parts : parts + 1, .msg_iovlen = header ? 2 : 1};
-  ssize_t sent = sendmsg(connection->watched.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  struct msghdr parcel = {.msg_iov = header ? parts : parts + 1, .msg_iovlen = header ? 2 : 1};
+  ssize_t sent = sendmsg(connection->watched.fd, &parcel, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return sent;
+  count_bytes(connection, sent);
   connection->num_written += (uint64_t)sent;
   connection->frame_sent += (size_t)sent;
   if (connection->frame_sent == RECORD_BYTES + frame->mask) {
@@ -135,7 +147,9 @@ static ssize_t write_credits(struct connection *connection) {
   size_t left = connection->num_credits - connection->credits_sent;
   ssize_t sent = send(connection->watched.fd, connection->credits + connection->credits_sent, left, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (sent < 0) return sent;
+  count_bytes(connection, sent);
   connection->num_written += (uint64_t)sent;
+  connection->channel->num_owed -= (uint64_t)sent;
   connection->credits_sent += (size_t)sent;
   if (connection->credits_sent == connection->num_credits) connection->num_credits = connection->credits_sent = 0;
   return sent;
@@ -154,7 +168,7 @@ const char *connection_write(struct connection *connection) {
       return NULL;
     }
     if (sent < 0) {
-      if (errno != EAGAIN && errno != EINTR) return strerror(errno);
+      if (errno != EAGAIN && errno != EINTR) return errno == EPIPE ? PEER_CLOSED : strerror(errno);
       connection->wants_write = true;
       return NULL;
     }
@@ -165,7 +179,9 @@ const char *connection_write(struct connection *connection) {
 static const char *take_header(struct connection *connection) {
   struct record *record = &connection->record;
   connection->num_header = 0;
-  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) return "bytes that are not a record";
+  if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) {
+    return "bytes that are not a record";
+  }
   if (record->kind != DATA && record->kind != TOO_LARGE) return channel_take(connection, record, true);
   connection->reads_payload = true;
   connection->num_payload = 0;
@@ -178,11 +194,12 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
   const char *why = NULL;
   bool has_payload = false;
   while (budget > 0 && !connection->is_closed && !why) {
+    if (connection->num_credits - connection->credits_sent > MAX_UNSENT_CREDITS) return "the peer sends, but does not read";
     bool is_wanted = false;
     char *memory = (char *)record + connection->num_header;
     size_t room = RECORD_BYTES - connection->num_header;
     if (connection->reads_payload) {
-      memory = channel_target(channel, record, &is_wanted, &why);
+      memory = messages_target(channel, record, &is_wanted, &why);
       if (why) break;
       room = record->mask - connection->num_payload;
       if (is_wanted) {
@@ -195,14 +212,15 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
     ssize_t num = room ? recv(connection->watched.fd, memory, room, MSG_DONTWAIT) : 0;
     if (num < 0) {
       if (errno == EAGAIN || errno == EINTR) break;
-      why = strerror(errno);
+      why = errno == EPIPE ? PEER_CLOSED : strerror(errno);
       break;
     }
     if (room && !num) {
-      why = "the peer closed it";
+      why = PEER_CLOSED;
       break;
     }
     budget -= num;
+    count_bytes(connection, num);
     if (!connection->reads_payload) {
       connection->num_header += (size_t)num;
       if (connection->num_header == RECORD_BYTES) why = take_header(connection);
@@ -216,7 +234,8 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
     }
     if ((size_t)num < room) break; /* the socket is empty */
   }
-  if (has_payload && the_host->direct >> connection->rail & 1) board_receiving(&the_host->board, connection->rail, !channel->num_begun);
+  struct sharing *sharing = &channel->host->sharing;
+  if (has_payload && sharing->direct >> connection->rail & 1) board_receiving(&sharing->board, connection->rail, !channel->num_begun, now_ns());
   return why;
 }
 
@@ -228,7 +247,7 @@ void connection_note_passed(struct connection *connection, struct posted *posted
   } else {
     connection->typical_s += (taken_s - typical_s) / LATE_AVERAGED_OVER;
   }
-  schedule_completed(connection->channel, connection->rail, posted->num_bytes);
+  scheduler_completed(&connection->channel->scheduler, connection->rail, posted->num_bytes);
 }
 
 /* Take chunks that have left the network from the count of the rail; the peer may read them later. */
@@ -243,6 +262,25 @@ void connection_count_passed(struct connection *connection) {
   }
 }
 
+/* Of chunks on a rail that was borrowed, put those back that are late, and, if its owner has begun to send, `withdraw` those
+ * of which nothing was written. Late ones stay here, too: the first copy to arrive counts. */
+void connection_put_back(struct connection *connection, int64_t now, bool withdraws) {
+  struct channel *channel = connection->channel;
+  double limit_s = LATE * connection->typical_s, least_s = host_least_late_s(channel->host, connection->rail);
+  int64_t limit_ns = (int64_t)(1e9 * (limit_s > least_s ? limit_s : least_s));
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    struct posted *each = connection->outstanding + i;
+    bool was_late = each->is_late, goes = withdraws && each->is_queued;
+    each->is_late = was_late || (!each->has_passed && now - each->at_ns > limit_ns);
+    if ((goes || each->is_late) && !was_late) messages_put_back(channel, each->seq, each->chunk);
+    if (!goes) continue;
+    connection_remove(connection, each);
+    scheduler_completed(&channel->scheduler, connection->rail, 0);
+    i--;
+  }
+}
+
+/* A peer that does not read closes its window, which is no failure of the rail. */
 bool connection_is_stalled(struct connection *connection, int64_t now) {
   struct tcp_info info = {0};
   socklen_t num_bytes = sizeof info;
@@ -251,7 +289,7 @@ bool connection_is_stalled(struct connection *connection, int64_t now) {
     connection->num_acked = info.tcpi_bytes_acked;
     connection->progress_ns = now;
   }
-  return now - connection->progress_ns > (int64_t)(1e9 * the_host->limits.stall_s);
+  return now - connection->progress_ns > (int64_t)(1e9 * connection->channel->host->sharing.limits.stall_s);
 }
 
 /* Drop chunks that have not begun and copy one that has: their memory is the caller's again. */
@@ -259,12 +297,14 @@ void connection_release_memory(struct connection *connection) {
   for (int i = connection->num_outstanding - 1; i >= 0; i--) {
     if (connection->outstanding[i].is_queued) {
       connection_remove(connection, connection->outstanding + i);
-      schedule_completed(connection->channel, connection->rail, 0);
+      scheduler_completed(&connection->channel->scheduler, connection->rail, 0);
     }
   }
   const struct record *frame = &connection->frame;
-  const char *payload = connection->has_frame && !connection->kept ? channel_payload(connection->channel, frame->seq, frame->slot) : NULL;
-  if (payload && frame->mask) {
+  const struct request *message = connection->has_frame && !connection->kept ? messages_outgoing(connection->channel, frame->seq, frame->slot) : NULL;
+  const char *payload;
+  if (message && frame->mask) {
+    messages_payload(connection->channel, message, frame->slot, &payload);
     connection->kept = malloc(frame->mask);
     if (!connection->kept) abort();
     memcpy(connection->kept, payload, frame->mask);
