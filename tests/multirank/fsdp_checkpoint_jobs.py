@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fusco import fsdp
+from fusco.fsdp.checkpoint_writer import CheckpointWriter
 from fusco.fsdp.hugging_face import _Files, _Source
 
 _SEQUENCES = (2, 2, 2, 2)
@@ -40,6 +44,50 @@ def save(_: dist.ProcessGroup, run: Run, path: Path) -> State:
             _step(model, optimizer, index)
         fsdp.save_checkpoint(path, model, optimizer)
         return _state_and_next(model, optimizer)
+
+
+def save_on_a_full_disk(_: dist.ProcessGroup, path: Path) -> tuple[str, list[State]]:
+    """Save, save again with no room on rank 1, load, and save again; return the error and the states to compare."""
+    with _trainer(Run()) as (model, optimizer):
+        _step(model, optimizer, 0)
+        fsdp.save_checkpoint(path, model, optimizer)
+        states = [_state(model, optimizer)]
+        _step(model, optimizer, 1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(OSError, match="cannot be written") as error:
+            fsdp.save_checkpoint(path, model, optimizer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        fsdp.load_checkpoint(path, model, optimizer)
+        states.append(_state(model, optimizer))
+        _step(model, optimizer, 1)
+        fsdp.save_checkpoint(path, model, optimizer)
+        return str(error.value), states
+
+
+def be_killed_in_save(_: dist.ProcessGroup, path: Path, rank: int) -> None:
+    """Train further and save; one rank is killed when it has written a part of its file."""
+    with _trainer(Run()) as (model, optimizer):
+        fsdp.load_checkpoint(path, model, optimizer)
+        _step(model, optimizer, 2)
+        written = CheckpointWriter.write_data
+
+        def killed(*arguments: Any) -> Any:
+            future = written(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return future
+
+        if dist.get_rank() == rank:
+            CheckpointWriter.write_data = killed
+        fsdp.save_checkpoint(path, model, optimizer)
+
+
+def loaded(_: dist.ProcessGroup, path: Path) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has."""
+    with _trainer(Run(ep_size=1)) as (model, optimizer):
+        fsdp.load_checkpoint(path, model, optimizer)
+        return _state(model, optimizer)
 
 
 def load(_: dist.ProcessGroup, run: Run, path: Path) -> State:

@@ -81,12 +81,24 @@ def errors(_: dist.ProcessGroup, path: Path) -> dict[str, str]:
         "of other sizes": (path / "whole", AdamW, {"moe_intermediate_size": 4}),
         "of nothing": (path / "nothing", AdamW, {}),
         "broken": (broken, AdamW, {}),
+        "without memory on rank 1": (path / "whole", _FullOptimizer, {}),
         "of nothing on rank 1": (path / ("nothing" if dist.get_rank() else "whole"), AdamW, {}),
     }
     texts = {what: _error(*mistake) for what, mistake in mistakes.items()}
+    with pytest.raises(ValueError, match="no memory for moments" if dist.get_rank() else "rank 1 failed"):
+        fsdp.save_checkpoint(path / "not written", model, _FullOptimizer(model.parameters()))
     with pytest.raises(OSError, match="cannot be written") as error:
         fsdp.save_checkpoint(path / "file" / "below", model)
     return {**texts, "nowhere": str(error.value)}
+
+
+class _FullOptimizer(AdamW):
+    """Has no memory for its moments on rank 1."""
+
+    def step(self, closure: object = None) -> None:
+        if dist.get_rank():
+            raise ValueError("no memory for moments")
+        super().step(closure)
 
 
 def _error(path: Path, make_optimizer: Callable[..., Optimizer], changes: dict[str, int]) -> str:
@@ -95,6 +107,7 @@ def _error(path: Path, make_optimizer: Callable[..., Optimizer], changes: dict[s
     with pytest.raises(ValueError) as error:  # noqa: PT011  the text is looked at by the test
         fsdp.load_checkpoint(path, model, optimizer)
     assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 1e-3
     return str(error.value)
 
 

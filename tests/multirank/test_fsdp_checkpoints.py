@@ -14,6 +14,8 @@ import transformers
 from fsdp_models import make_model
 from fsdp_runs import Run
 
+from fusco.ranks.local_world import RankFailedError
+
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 
@@ -49,6 +51,21 @@ def test_checkpoints_load_into_models_on_meta(four, tmp_path, expert_dim):
     saved, *_ = four.run(jobs.save, Run(ep_size=2), tmp_path)
     for loaded in four.run(jobs.load_from_meta, Run(ep_size=4 - 2 * expert_dim, expert_dim=expert_dim), tmp_path):
         assert_same(loaded, saved)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it(two, tmp_path):
+    """On one rank, for lack of room, then by SIGKILL."""
+    outcomes = two.run(jobs.save_on_a_full_disk, tmp_path)
+    for error, (before, after) in outcomes:
+        assert error.startswith(f"{tmp_path} cannot be written: rank 1 failed with ")
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    num_files = len(list(tmp_path.iterdir()))
+    complete, _ = two.run(jobs.loaded, tmp_path)
+    with pytest.raises(RankFailedError, match="rank 1: its process died with exit code -9"):
+        two.run(jobs.be_killed_in_save, tmp_path, 1)
+    assert len(list(tmp_path.iterdir())) > num_files
+    for again in two.run(jobs.loaded, tmp_path):
+        assert all(torch.equal(tensor, complete[name]) for name, tensor in again.items())
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])

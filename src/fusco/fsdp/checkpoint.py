@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from fusco.fsdp.checkpoint_writer import METADATA, CheckpointWriter
 from fusco.fsdp.checks import check_on_all_ranks
 from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
 
@@ -33,12 +34,16 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write the model, and the optimizer if given, into a folder, each rank its part; a collective of all ranks.
 
+    The folder's earlier checkpoint is the one that loads until the new one is complete, whatever fails. Then its files
+    are removed. Those of a save that failed are removed by the next one.
+
     Raises:
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be written.
     """
+    state = _on_all_ranks(lambda: _state(model, optimizer), model)
     with _as_errors(f"{path} cannot be written"):
-        save(_state(model, optimizer), checkpoint_id=path)
+        save(state, storage_writer=CheckpointWriter(path))
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -55,10 +60,16 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         OSError: on all ranks, if one of them cannot read.
         ValueError: on all ranks, for a checkpoint of another model, or of another optimizer or none.
     """
-    filled = fill_state(optimizer) if optimizer else []
-    try:
+    filled: list[nn.Parameter] = []
+
+    def prepare() -> tuple[dict[str, Any], set[str]]:
+        if optimizer:
+            filled.extend(fill_state(optimizer))
         state = _state(model, optimizer)
-        unstarted = _on_all_ranks(lambda: _check(Path(path), state), model)
+        return state, _check(Path(path), state)
+
+    try:
+        state, unstarted = _on_all_ranks(prepare, model)
         if optimizer is None:
             _load(path, state)
             set_model_state_dict(model, state["model"])
@@ -85,12 +96,12 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 def _check(path: Path, state: dict[str, Any]) -> set[str]:
     """Return the names of parameters without optimizer state in a checkpoint; all else must be the same in both."""
-    if not (path / ".metadata").exists():
-        raise ValueError(f"{path} has no .metadata: save_checkpoint did not write it")
+    if not (path / METADATA).exists():
+        raise ValueError(f"{path} has no {METADATA}: no save_checkpoint into it was completed")
     try:
         saved = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     except Exception as error:  # any error must reach the other ranks
-        raise ValueError(f"{path}/.metadata cannot be read: {error!r}") from error
+        raise ValueError(f"{path}/{METADATA} cannot be read: {error!r}") from error
     names, saved_names = set(state["model"]), {key.removeprefix("model.") for key in saved if key.startswith("model.")}
     if missing := names - saved_names:
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")

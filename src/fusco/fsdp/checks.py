@@ -28,7 +28,7 @@ def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Chec
     if error:
         raise error
     if rejecting:
-        raise ValueError(f"rank {int(rejecting) - 1} rejected its arguments; see its error")
+        raise ValueError(f"rank {int(rejecting) - 1} failed; see its error")
     return cast("_Checked", checked)
 
 

@@ -8,7 +8,7 @@ autograd, or a checkpoint keeps the ticket or a view of it. A copy of a ticket o
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,10 +17,17 @@ import torch
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle, without_weights
-from fusco.core.config import Launch
+from fusco.core.config import Launch, StaticRows
 
-if TYPE_CHECKING:
-    from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
+
+class CommunicatorMaker(Protocol):
+    """A dispatcher, as operators use it: its options, and a communicator for rows like those of a tensor."""
+
+    launch: Launch
+    static: StaticRows | None
+
+    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+        """Return the communicator; a collective when it is made."""
 
 
 class _Held:
@@ -44,11 +51,11 @@ class _TicketMemory(np.ndarray[tuple[int], np.dtype[np.int64]]):
 # Module state: torch's operators are global and take tensors and numbers only, so dispatchers and handles are found by
 # number. The weak references keep nothing alive.
 _numbers = count()
-_key_to_dispatcher: WeakValueDictionary[int, FuscoDispatcher] = WeakValueDictionary()
+_key_to_dispatcher: WeakValueDictionary[int, CommunicatorMaker] = WeakValueDictionary()
 _key_to_held: WeakValueDictionary[int, _Held] = WeakValueDictionary()
 
 
-def register(dispatcher: FuscoDispatcher) -> int:
+def register(dispatcher: CommunicatorMaker) -> int:
     """Register a dispatcher while it lives, and return the key by which operators find it."""
     key = next(_numbers)
     _key_to_dispatcher[key] = dispatcher

@@ -17,7 +17,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Create the state of every trainable parameter, and return the parameters that had none.
 
     As PyTorch (2.13) before loading, it takes a step with zero gradients and learning rate zero; but PyTorch does so
-    only if no parameter has a state or a gradient. Gradients are left unchanged.
+    only if no parameter has a state or a gradient. Gradients are left unchanged, and everything if the step raises.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     empty = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
@@ -25,19 +25,24 @@ def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         return []
     gradients = [parameter.grad for parameter in parameters]
     rates = [group.get("lr") for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = None
-    for parameter in empty:
-        parameter.grad = torch.zeros_like(parameter)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if rate is not None:
-            group["lr"] = rate
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in empty:
+            parameter.grad = torch.zeros_like(parameter)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    except BaseException:
+        drop_state(optimizer, empty)
+        raise
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
     return empty
 
 

@@ -37,6 +37,25 @@ def test_only_parameters_without_a_state_get_one(rate):
     assert b not in optimizer.state
 
 
+def test_a_step_that_raises_changes_nothing():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    model["a"].weight.grad = gradient = torch.ones(2, 2)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for moments")
+
+    failing = optimizer.register_step_post_hook(fail)  # after the first moments
+    with pytest.raises(torch.OutOfMemoryError):
+        fill_state(optimizer)
+    failing.remove()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert model["a"].weight.grad is gradient
+    assert model["b"].weight.grad is None
+    assert not optimizer.state
+    assert len(fill_state(optimizer)) == 2
+
+
 def test_frozen_parameters_get_none():
     model = make_model()
     model["b"].weight.requires_grad_(False)
