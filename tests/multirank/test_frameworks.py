@@ -35,9 +35,8 @@ def pair(world_of):
     device = world_of.removesuffix("-nodes")
     if device == "cuda":
         skip_without_gpus(2)
-    # NCCL, which frameworks use, refuses ranks of one host that share a GPU.
-    has_shared = device == "cuda" and torch.cuda.device_count() < 2
-    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    hosts = emulated_network(Topology.of_equal_nodes(2, 2), os.environ, gpus)
     with LocalWorld(2, device, environment=hosts) as world:
         yield world, device
 

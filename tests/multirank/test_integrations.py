@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import along_handle_jobs
@@ -12,6 +13,7 @@ import deep_ep_jobs
 import hybrid_ep_jobs
 import integration_jobs as jobs
 import integration_mistake_jobs
+import out_of_step_jobs
 import pytest
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
@@ -158,6 +160,38 @@ def test_a_mistake_of_one_rank_is_told_to_all_others_at_once(world):
         assert not own.startswith("RejectedInputError")
         assert theirs.startswith("RejectedInputError: ")
         assert f"rank 1 rejected its input: {own.partition(': ')[2]}" in theirs
+
+
+def test_ranks_out_of_step_say_what_each_calls_and_go_on(world):
+    first, second = world.run(out_of_step_jobs.calls_of_two_kinds, 2)
+    assert first == second
+    assert len(first) == 30
+    assert set(first) >= {
+        "MismatchError: ranks call different collectives: " + calls
+        for calls in (
+            "dispatch to 6 experts on rank 0, dispatch_with_permute to 6 experts on rank 1",
+            "dispatch to 2 experts on rank 0, dispatch to 6 experts on rank 1",
+            "dispatch on rank 0, dispatch to 2 experts after dispatch to 6 experts on rank 1",
+            "dispatch on rank 0, combine on rank 1",
+            "larger dispatch on rank 0, combine on rank 1",
+            "dispatch on rank 0, combine along a handle of communicator 0 on rank 1",
+            "dispatch_again along a handle of communicator 0 on rank 0, larger dispatch on rank 1",
+        )
+    }
+
+
+@pytest.mark.parametrize("job", [out_of_step_jobs.memory_that_ends, out_of_step_jobs.bad_routings])
+def test_what_one_rank_lacks_or_mistakes_is_told_to_the_other_in_the_same_call(world, job):
+    first, second = world.run(job, 2)
+    for theirs, own in zip(first, second, strict=True):
+        assert theirs.startswith("RejectedInputError: ")
+        assert theirs.endswith(f"rank 1 rejected its input: {own.partition(': ')[2]}")
+    if job is out_of_step_jobs.bad_routings:
+        counts = Counter(text.partition(":")[0] for text in second)
+        assert counts == {"ValueError": 25, "TypeError": 5}
+        assert sum("topk_idx[2, 1] = 99 is not an expert: ids go from 0 to 5" in text for text in second) == 6
+    else:
+        assert all(text.startswith("MemoryError: no memory for ") for text in second)
 
 
 def test_the_others_name_a_rank_that_leaves_in_a_layer(world):

@@ -11,9 +11,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 from fusco.control.layout import RECORD_TEXT_BYTES
-from fusco.core.errors import MismatchError, RejectedInputError
+from fusco.core.errors import GrowthError, MismatchError, RejectedInputError
 
 REJECTION = "rejection"  # operation of a rank that takes part only to say that it cannot, whatever the others call
+GROWTH = "larger dispatch"  # operation of a rank whose dispatch the communicator has no room for
 
 Fields: TypeAlias = Mapping[str, int | float | str | list[str]]
 
@@ -62,6 +63,7 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     Raises:
         MismatchError: if ranks are in different collectives, or fields differ.
         RejectedInputError: if other ranks rejected their input.
+        GrowthError: if all ranks dispatch, and some have no room for it.
 
     >>> two = [CollectiveFingerprint("dispatch", {"num_topk": 8}), CollectiveFingerprint("dispatch", {"num_topk": 4})]
     >>> check_fingerprints(two, rank=0)
@@ -72,7 +74,7 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     if not local.rejection and all(other is local or other == local for other in fingerprints):
         return
     operations = _group_by([fingerprint.operation for fingerprint in fingerprints])
-    if len(operations) > 1 and REJECTION not in operations:
+    if len(operations) > 1 and REJECTION not in operations and operations.keys() != {"dispatch", GROWTH}:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")
     operation = local.operation
 
@@ -81,6 +83,8 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
     if rejections:
         raise RejectedInputError(f"{operation} was cancelled on all ranks, since {'; '.join(rejections)}")
+    if GROWTH in operations:
+        raise GrowthError(f"the communicator has no room for the {_listing({GROWTH: operations[GROWTH]})}")
 
     names = dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint.fields)
     by_field = {

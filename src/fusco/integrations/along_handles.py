@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
+from fusco.api.membership import Rejecting
 from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
+from fusco.integrations.growth import GrowingCommunicators, Grown
 
 _Kind = TypeVar("_Kind")
 
@@ -53,9 +55,18 @@ def biases_of(bias: torch.Tensor | tuple[torch.Tensor, ...] | None, *shape: int)
 class SentHandle:
     """The handle of a dispatch, and the communicator that owns it."""
 
-    comm: Communicator
-    max_bytes_per_token: int  # of the communicator
+    comms: GrowingCommunicators
+    grown: Grown
     handle: Handle
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator of the handle."""
+        return self.grown.comm
+
+    def rejecting(self) -> Rejecting:
+        """Make an error inside a rejection of the call along this handle that all other ranks make."""
+        return self.comms.rejecting()
 
     def dispatch_again(
         self, payloads: Sequence[torch.Tensor], topk_weights: torch.Tensor | None, launch: Launch | None = None
@@ -65,11 +76,20 @@ class SentHandle:
         Payloads are (num_tokens, ...), weights (num_tokens, num_topk). Returns the rows of each payload, and for each
         row all weights of its token (num_rows, num_topk), or ``None``.
         """
-        comm, handle = self.comm, self.handle
+        comm, handle = self.comms.turn_to(self.grown, "dispatch_again"), self.handle
         if topk_weights is None:
             return comm.dispatch_again(payloads, handle, launch=launch), None
-        if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= self.max_bytes_per_token:
+        if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= self.grown.capacity.max_bytes_per_token:
             *rows, of_rows = comm.dispatch_again([*payloads, topk_weights], handle, launch=launch)
             return tuple(rows), of_rows
         arrived = comm.dispatch_again(payloads, handle, launch=launch)
         return arrived, comm.dispatch_again(topk_weights, handle, launch=launch)[0]
+
+    def combine(
+        self, parts: Sequence[torch.Tensor], launch: Launch | None = None, weights: Literal["topk"] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Add up the rows of each token in each of several tensors: (num_tokens, hidden); one may have ``weights``."""
+        comm = self.comms.turn_to(self.grown, "combine")
+        if len(parts) == 1:  # which costs less from the second call on
+            return (comm.combine(parts[0], self.handle, weights=weights, launch=launch),)
+        return comm.combine_all(parts, self.handle, launch=launch)

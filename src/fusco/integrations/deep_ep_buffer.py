@@ -19,8 +19,10 @@ import torch.distributed as dist
 from fusco.core.config import Launch
 from fusco.core.integers import check_integer
 from fusco.integrations.along_handles import biases_of, element_of
+from fusco.integrations.checked_ids import num_topk_of
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.rank_rows import RankRouting, RankRows, combine, ranks_of
+from fusco.integrations.growth import GrowingCommunicators
+from fusco.integrations.rank_rows import RankRouting, RankRows, ranks_of
 
 _UNSUPPORTED = (  # beginnings of names
     "low_latency_",
@@ -91,11 +93,12 @@ class Buffer:
         self.group, self.rank, self.group_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._rows = RankRows(group)
+        self._comms = GrowingCommunicators(group)
+        self._rows = RankRows(group, self._comms)
 
     def destroy(self) -> None:
         """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
-        self._rows.comms.abort()
+        self._comms.abort()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -138,6 +141,7 @@ class Buffer:
         token goes to which rank, bool (num_tokens, num_ranks); the event.
         """
         wait_for(previous_event)
+        num_topk_of(topk_idx, len(topk_idx))
         is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size).contiguous()
         of_experts = _count(topk_idx, num_experts)
         per_rank = is_token_in_rank.sum(0, dtype=torch.int32)
@@ -180,17 +184,17 @@ class Buffer:
         """
         payloads = list(x) if isinstance(x, tuple) else [x]
         if handle is not None:
-            with self._rows.comms.rejecting_latest():
+            with self._comms.rejecting():
                 known = _routing_of(handle)
-                if topk_idx is not None or topk_weights is not None:
-                    raise ValueError("a handle has its routing: topk_idx and topk_weights must be None with it")
-            with known.comm.rejecting():
+            with known.rejecting():
                 wait_for(previous_event)
                 launch = self._launch(config)
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError("a handle has its routing: topk_idx and topk_weights must be None with it")
                 rows_of_tokens = [each.contiguous() for each in payloads]
-            again = known.comm.dispatch_again(rows_of_tokens, known.handle, launch=launch)
+            again, _ = known.dispatch_again(rows_of_tokens, None, launch)
             return again if isinstance(x, tuple) else again[0], None, None, [], None, finished(async_finish)
-        with self._rows.comms.rejecting():
+        with self._comms.rejecting():
             wait_for(previous_event)
             launch = self._launch(config)
             if is_token_in_rank is None or num_tokens_per_expert is None:
@@ -234,14 +238,16 @@ class Buffer:
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
         """
-        with self._rows.comms.rejecting_latest():
+        with self._comms.rejecting():
             sent = _routing_of(handle)
-        with sent.comm.rejecting():
+        with sent.rejecting():
             wait_for(previous_event)
             launch = self._launch(config)
-            parts = (x,) if topk_weights is None else (x, topk_weights.float())
+            parts = [x.contiguous()]
+            if topk_weights is not None:
+                parts.append(topk_weights.float().contiguous())
             biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
-        sums, *of_tokens = combine(parts, sent, launch)
+        sums, *of_tokens = sent.combine(parts, launch)
         for each in biases:
             sums += each
         return sums, of_tokens[0] if of_tokens else None, finished(async_finish)
@@ -271,7 +277,8 @@ class Buffer:
         """Return the rows of each local expert, rounded up; the host waits."""
         num_local = sent.num_experts // self.group_size
         if idx is None:  # other ranks' counts are all that says it
-            to_ranks = num_tokens_per_expert.view(self.group_size, num_local).contiguous()
+            with sent.rejecting():
+                to_ranks = num_tokens_per_expert.view(self.group_size, num_local).contiguous()
             counts = sent.comm.all_to_all(None, to_ranks).sum(0)
         else:
             counts = _count(idx, num_local)
@@ -284,7 +291,7 @@ def _routing_of(handle: Any) -> RankRouting:
 
 def _count(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Return how often each expert occurs, int32 (num_experts,); the host does not wait, as in ``torch.bincount``."""
-    places = (idx + 1).clamp_(min=0).flatten()
+    places = (idx + 1).clamp_(0, num_experts + 1).flatten()
     counts = idx.new_zeros(num_experts + 2, dtype=torch.int32)
     return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[1:-1]
 

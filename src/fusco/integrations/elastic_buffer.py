@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.autograd import rows_of_weights, weights_of_slots
-from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.integrations.along_handles import biases_of, require_handle, require_shape
 from fusco.integrations.ep_handle import DispatchRequest, EPHandle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows, ends_in_blocks, in_blocks
-from fusco.integrations.growth import GrowingCommunicator
+from fusco.integrations.growth import GrowingCommunicators
 
 _UNSUPPORTED = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
 _NO_BUFFER_BYTES = 1  # of size hints: memory is allocated by the calls' own sizes
@@ -70,12 +69,11 @@ class ElasticBuffer:
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
-        self._by_num_experts: dict[int, ExpertRows] = {}
+        self._comms = GrowingCommunicators(group)
 
     def destroy(self) -> None:
         """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
-        for rows in self._by_num_experts.values():
-            rows.comms.abort()
+        self._comms.abort()
 
     @staticmethod
     def get_buffer_size_hint(
@@ -173,12 +171,11 @@ class ElasticBuffer:
             Rows (num_rows, hidden), or rows and scales; ``None``; the weight of each row, float32 (num_rows,), or
             ``None`` without weights; the handle; the event.
         """
-        given, expert_rows = x if isinstance(x, tuple) else (x,), self._rows_of(num_experts)
-        comms: GrowingCommunicator | Communicator = expert_rows.comms
-        asked, static = None, None
+        given = x if isinstance(x, tuple) else (x,)
+        comms, asked, static = self._comms, None, None
         if handle is not None:
-            with expert_rows.comms.rejecting_latest():
-                comms = require_handle(handle, EPHandle).sent.comm
+            with comms.rejecting():
+                comms = require_handle(handle, EPHandle).sent.comms
         with comms.rejecting():
             wait_for(previous_event, previous_event_before_epilogue)
             if use_tma_aligned_col_major_sf:
@@ -201,7 +198,7 @@ class ElasticBuffer:
             num_local = (handle or asked).num_experts // self.num_ranks  # type: ignore[union-attr]
             require_shape("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local)
         if asked is not None:
-            handle = _dispatch(expert_rows, payloads, topk_weights, asked, static, launch)
+            handle = _dispatch(ExpertRows(comms, asked.num_experts), payloads, topk_weights, asked, static, launch)
             rows, weights = handle.sent.dispatched.payloads, handle.sent.dispatched.weights
         else:
             assert handle is not None
@@ -237,16 +234,16 @@ class ElasticBuffer:
         Returns:
             Sums (num_tokens, hidden); the values, float32 (num_tokens, num_topk), or ``None``; the event.
         """
-        with self._rows_of(None).comms.rejecting_latest():
-            wait_for(previous_event, previous_event_before_epilogue)
+        with self._comms.rejecting():
             sent = require_handle(handle, EPHandle).sent
-        with sent.comm.rejecting():
+        with sent.rejecting():
+            wait_for(previous_event, previous_event_before_epilogue)
             parts = [x.contiguous()]
             if topk_weights is not None:
                 parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.handle))
             launch = Launch(num_sms=num_sms or handle.num_sms or None)
             biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
-        sums, *of_tokens = sent.comm.combine_all(parts, sent.handle, launch=launch)
+        sums, *of_tokens = sent.combine(parts, launch)
         for each in biases:
             sums += each
         return sums, of_tokens[0] if of_tokens else None, finished(async_with_compute_stream)
@@ -255,14 +252,6 @@ class ElasticBuffer:
         if name.startswith(_UNSUPPORTED):
             _refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _rows_of(self, num_experts: int | None) -> ExpertRows:
-        """Return what dispatches to so many experts; for an unknown number, the one that was made last, if any."""
-        if num_experts is None:
-            return next(reversed(self._by_num_experts.values()), None) or ExpertRows(self.group, self.num_ranks)
-        if num_experts not in self._by_num_experts:
-            self._by_num_experts[num_experts] = ExpertRows(self.group, num_experts)
-        return self._by_num_experts[num_experts]
 
     def _static_rows(self, asked: DispatchRequest) -> StaticRows:
         if not asked.num_max_tokens_per_rank:

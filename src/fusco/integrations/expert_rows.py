@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
-from fusco.core.config import Launch
 from fusco.integrations.along_handles import SentHandle
-from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.checked_ids import num_topk_of
+from fusco.integrations.growth import GrowingCommunicators, Grown, Need
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +26,6 @@ class SentRows(SentHandle):
     def counts_on_host(self) -> torch.Tensor:
         """Rows of each local expert without padding, int64 (num_local_experts,), in host memory."""
         return counts_on_host(self.dispatched)
-
-    def combine(self, rows: torch.Tensor, *, is_weighted: bool, launch: Launch | None = None) -> torch.Tensor:
-        """Return rows (num_rows, hidden) to their tokens, with the weights of the dispatch or as they are."""
-        return self.comm.combine(rows, self.handle, weights="topk" if is_weighted else None, launch=launch)
 
 
 def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
@@ -50,20 +45,20 @@ def ends_in_blocks(counts: torch.Tensor, alignment: int) -> torch.Tensor:
     return (blocks.cumsum(0) - blocks + counts).int()
 
 
+@dataclass(frozen=True)
 class ExpertRows:
     """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """Nothing is allocated before the first call."""
-        self.comms = GrowingCommunicator(group, num_experts)
+    comms: GrowingCommunicators
+    num_experts: int  # of all ranks together
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
-        """Return the same object for all layers of a group, whose communicators they share."""
-        of_group = _BY_GROUP.setdefault(group, {})
-        if num_experts not in of_group or of_group[num_experts].comms.is_closed:
-            of_group[num_experts] = cls(group, num_experts)
-        return of_group[num_experts]
+        """Return dispatches on the communicators of a group, which all its layers share."""
+        comms = _BY_GROUP.get(group)
+        if comms is None or comms.is_closed:
+            comms = _BY_GROUP[group] = GrowingCommunicators(group)
+        return cls(comms, num_experts)
 
     def dispatch(
         self,
@@ -76,14 +71,15 @@ class ExpertRows:
     ) -> SentRows:
         """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``."""
 
-        def dispatch(comm: Communicator, capacity: Need) -> SentRows:
-            sent = comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
-            return SentRows(comm, capacity.max_bytes_per_token, sent.handle, sent)
+        def dispatch(grown: Grown) -> SentRows:
+            sent = grown.comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
+            return SentRows(self.comms, grown, sent.handle, sent)
 
         with self.comms.rejecting():
-            need = Need.of(payloads, topk_idx.shape[1])
-        return self.comms.run(need, payloads[0].device, dispatch)
+            need = Need.of(payloads, num_topk_of(topk_idx, len(payloads[0])))
+        purpose = "dispatch", self.num_experts
+        return self.comms.run(purpose, self.num_experts, need, payloads[0].device, dispatch)
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.
-_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ExpertRows]] = weakref.WeakKeyDictionary()
+_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, GrowingCommunicators] = weakref.WeakKeyDictionary()

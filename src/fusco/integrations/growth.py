@@ -1,10 +1,10 @@
-"""Communicators that grow: when a call does not fit on one rank, all ranks make a larger communicator and repeat it."""
+"""Communicators that grow: when a dispatch does not fit on one rank, all ranks make a larger communicator for it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from typing import Any, TypeVar
@@ -14,16 +14,10 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.membership import Rejecting
+from fusco.control.fingerprint import GROWTH, REJECTION, CollectiveFingerprint, check_fingerprints
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import Settings
-from fusco.core.errors import (
-    ClosedError,
-    FuscoError,
-    MismatchError,
-    RejectedInputError,
-    RowOverflowError,
-    SharedMemoryError,
-)
+from fusco.core.errors import ClosedError, GrowthError
 from fusco.core.rows import row_bytes
 
 _Result = TypeVar("_Result")
@@ -44,15 +38,25 @@ class Need:
         Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
         """
         first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
+        if first.ndim < 2:
+            raise ValueError(f"rows must be (num_tokens, hidden), got shape {tuple(first.shape)}")
         return cls(
             num_topk=num_topk,
             max_tokens_per_rank=max(len(first), max_tokens),
-            max_bytes_per_token=max(num_bytes, first.shape[1] * 2) + 4 * num_topk,
+            max_bytes_per_token=max(num_bytes, first.shape[1:].numel() * 2) + 4 * num_topk,
         )
 
     def union(self, other: Need) -> Need:
         """Return the larger of the two, field by field."""
         return Need(**{name: max(getattr(self, name), getattr(other, name)) for name in _FIELDS})
+
+    def is_within(self, other: Need) -> bool:
+        """Return whether no field is larger than the other's."""
+        return (
+            self.num_topk <= other.num_topk
+            and self.max_tokens_per_rank <= other.max_tokens_per_rank
+            and self.max_bytes_per_token <= other.max_bytes_per_token
+        )
 
     def with_reserve(self) -> Need:
         """Return this need with a number of tokens at the next power of two, so that ranks rarely grow again."""
@@ -60,88 +64,83 @@ class Need:
 
 
 _FIELDS = tuple(field.name for field in fields(Need))
+_NOTHING = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
 
 
-class _RejectedHereError(ValueError):
-    """This rank has rejected a call before it began."""
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """One of several communicators."""
+
+    comm: Communicator
+    capacity: Need
+    number: int  # the same on all ranks
 
 
-class GrowingCommunicator:
-    """The communicator of a group that is large enough for every call so far.
+class GrowingCommunicators:
+    """The communicators of a group that are large enough for every call so far; in turn, and on all ranks the same.
 
-    Frameworks tell no maximum number of tokens. A rank whose call does not fit rejects it before anything is sent, so
-    all ranks raise together; they exchange what they need and repeat the call on a larger communicator. Handles of the
-    earlier one stay valid, so it stays, too: sizes double, and all of them together take at most twice the last one's
-    memory.
+    Frameworks tell no maximum number of tokens. A rank whose dispatch does not fit asks for a larger communicator in
+    the place of the dispatch. All ranks learn so before anything is sent, exchange what they need and make it. Handles
+    of the earlier one stay valid, so it stays, too: sizes double, and all of them together take at most twice the last
+    one's memory.
+
+    A call may use another communicator than the one before: along an earlier handle, or with another number of experts.
+    All ranks then agree on it in that of the call before. So ranks that are out of step never wait for each other in
+    two communicators: all raise ``MismatchError``, and their next call is in step.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_experts: int,
-        *,
-        ranks_per_node: int | None = None,
-        settings: Settings | None = None,
+        self, group: dist.ProcessGroup, *, ranks_per_node: int | None = None, settings: Settings | None = None
     ) -> None:
-        """Nothing is allocated before the first call. The device is that of the first call's tensors."""
+        """Nothing is allocated before the first call. The device is that of each dispatch's tensors."""
         # Weak, so that one may live as long as its group.
         self._group = weakref.ref(group)
-        self._num_experts, self._ranks_per_node = num_experts, ranks_per_node
-        self._settings = settings or Settings()
-        self._capacity: Need | None = None
-        self._device = torch.device("cpu")  # of the communicators, once there is one
+        self._ranks_per_node, self._settings = ranks_per_node, settings or Settings()
         self._communicators: list[Communicator] = []
+        self._latest: dict[int, Grown] = {}  # by number of experts
+        self._current: Grown | None = None  # of the latest call
+        self._purpose = ("", 0)  # of the latest dispatch
         self._finalizer = weakref.finalize(self, _leave, self._communicators)
 
-    def run(self, need: Need, device: torch.device, call: Callable[[Communicator, Need], _Result]) -> _Result:
-        """Return ``call`` of a communicator that is large enough, and of its capacity; a collective.
+    def run(
+        self,
+        purpose: tuple[str, int],
+        num_experts: int,
+        need: Need,
+        device: torch.device,
+        dispatch: Callable[[Grown], _Result],
+    ) -> _Result:
+        """Return ``dispatch`` of a communicator for so many experts that is large enough; a collective.
 
-        ``call`` runs one collective first, which rejects what does not fit. It may run twice. Raises what it raises,
-        unless a larger communicator helps.
+        ``dispatch`` calls ``Communicator.dispatch`` and no other collective. ``purpose`` is what all ranks must agree
+        on: a name of the call, and the number of experts that it is for. Raises what ``dispatch`` raises.
         """
         if self.is_closed:
             raise ClosedError("these communicators have been aborted")
-        if self._capacity is None:
-            self._grow(need, device)
-            return self._run(call)
-        try:
-            return self._run(call)
-        except Exception as error:
-            if not self._is_rejection(error, device) or not self._grow(need, device):
-                raise
-        return self._run(call)
+        grown = self._latest.get(num_experts)
+        if self._current is not None and (grown is not self._current or purpose != self._purpose):
+            before = "" if purpose == self._purpose else f" after {_operation(self._purpose)}"
+            self._agree(_operation(purpose) + before)
+        if grown is not None:
+            self._current, self._purpose = grown, purpose
+            with suppress(GrowthError):
+                if need.is_within(grown.capacity):
+                    return dispatch(grown)
+                grown.comm.agree(GROWTH)
+        return dispatch(self._make(purpose, num_experts, need, device))
+
+    def turn_to(self, grown: Grown, verb: str) -> Communicator:
+        """Return the communicator of a handle for a call along it; a collective if the call before was in another."""
+        if grown is not self._current:
+            self._agree(f"{verb} along a handle of communicator {grown.number}")
+            self._current = grown
+        return grown.comm
 
     def rejecting(self) -> Rejecting:
-        """Make an error inside a rejection of the ``run`` that all other ranks call: they raise at once, too."""
-        return Rejecting(self._reject)
-
-    def _reject(self, reason: str) -> None:
-        def call(comm: Communicator, _: Need) -> None:
-            with comm.rejecting():
-                raise _RejectedHereError(reason)
-
-        nothing = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
-        with suppress(_RejectedHereError):
-            if self._capacity is None:
-                self._grow(nothing, self._device, reason)
-            else:
-                self.run(nothing, self._device, call)
-
-    def rejecting_latest(self) -> AbstractContextManager[None]:
-        """Likewise for calls along a handle, which is most likely of the latest communicator."""
-        return self._communicators[-1].rejecting() if self._communicators else nullcontext()
-
-    def _run(self, call: Callable[[Communicator, Need], _Result]) -> _Result:
-        assert self._capacity is not None
-        return call(self._communicators[-1], self._capacity)
-
-    def _is_rejection(self, error: Exception, device: torch.device) -> bool:
-        """Return whether a call was cancelled on all ranks together: after other errors a rank would wait for them."""
-        if isinstance(error, RowOverflowError):
-            return device.type == "cuda"  # of an earlier call; on the CPU of this one, which is complete
-        if isinstance(error, FuscoError):
-            return isinstance(error, (RejectedInputError, MismatchError, SharedMemoryError))
-        return not self._communicators[-1].is_broken
+        """Make an error inside a rejection of the call that all other ranks make: they raise at once, too."""
+        if self._current is not None:
+            return self._current.comm.rejecting()
+        return Rejecting(lambda reason: self._gather(REJECTION, _NOTHING, reason))
 
     @property
     def is_closed(self) -> bool:
@@ -152,39 +151,46 @@ class GrowingCommunicator:
         """Release all communicators without waiting for other ranks."""
         self._finalizer()
 
-    def _grow(self, need: Need, device: torch.device, rejection: str = "") -> bool:
-        """Make a larger communicator if a rank needs one; a collective. Returns whether one was made.
+    def _agree(self, operation: str) -> None:
+        """Agree on a call in the communicator of the call before, unless a failure has ended that one."""
+        if self._current is not None and not self._current.comm.is_broken:
+            self._current.comm.agree(operation)
 
-        With a rejection, all ranks raise: this one ``_RejectedHereError``, others ``RejectedInputError``.
-        """
-        group = self._group()
-        if group is None:
-            raise ClosedError("the process group of these calls is destroyed")
-        gather = StoreGather(group, self._settings.timeout_s)
-        entries = gather.all_gather("what the call needs", [asdict(need), rejection])
-        if rejection:
-            raise _RejectedHereError(rejection)
-        reasons = [f"rank {rank} rejected its input: {reason}" for rank, (_, reason) in enumerate(entries) if reason]
-        if reasons:
-            raise RejectedInputError(f"the call was cancelled on all ranks, since {'; '.join(reasons)}")
-        needs = [Need(**values) for values, _ in entries]
-        needed = reduce(Need.union, needs, self._capacity or needs[0])
-        if needed == self._capacity:
-            return False
-        capacity = needed.with_reserve()
-        self._communicators.append(
-            Communicator(
-                group,
-                num_experts=self._num_experts,
-                **asdict(capacity),
-                ranks_per_node=self._ranks_per_node,
-                settings=self._settings,
-                device=device,
-            )
+    def _make(self, purpose: tuple[str, int], num_experts: int, need: Need, device: torch.device) -> Grown:
+        """Make a communicator that is large enough for all ranks; a collective."""
+        needs = self._gather(_operation(purpose), need)
+        if earlier := self._latest.get(num_experts):
+            needs.append(earlier.capacity)
+        capacity = reduce(Need.union, needs).with_reserve()
+        comm = Communicator(
+            self._group(),
+            num_experts=num_experts,
+            **asdict(capacity),
+            ranks_per_node=self._ranks_per_node,
+            settings=self._settings,
+            device=device,
         )
-        self._device = device
-        self._capacity = capacity  # only now: the next call tries again if there is no room for it
-        return True
+        grown = Grown(comm, capacity, len(self._communicators))
+        self._communicators.append(comm)
+        # Only now: the next call tries again if there is no room for it.
+        self._latest[num_experts], self._current, self._purpose = grown, grown, purpose
+        return grown
+
+    def _gather(self, operation: str, need: Need, rejection: str = "") -> list[Need]:
+        """Return what all ranks need; raise as a collective does if they do not agree."""
+        group = self._group()
+        if group is None or self.is_closed:
+            raise ClosedError("these communicators have been aborted, or their process group is destroyed")
+        gather = StoreGather(group, self._settings.timeout_s)
+        entries = gather.all_gather("what the call needs", [operation, rejection, asdict(need)])
+        fingerprints = [CollectiveFingerprint(operation, rejection=reason) for operation, reason, _ in entries]
+        check_fingerprints(fingerprints, gather.rank)
+        return [Need(**values) for *_, values in entries]
+
+
+def _operation(purpose: tuple[str, int]) -> str:
+    verb, num_experts = purpose
+    return f"{verb} to {num_experts} experts"
 
 
 def _leave(communicators: list[Any]) -> None:

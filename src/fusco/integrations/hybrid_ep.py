@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.autograd import rows_of_weights, weights_of_slots
-from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.config import Launch, StaticRows
 from fusco.integrations.along_handles import SentHandle, element_of, require_shape
+from fusco.integrations.checked_ids import num_topk_of
 from fusco.integrations.expert_rows import counts_on_host, in_blocks
-from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown, Need
 from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.rank_rows import RankRouting, RankRows, combine, combine_dense, ranks_of
+from fusco.integrations.rank_rows import RankRouting, RankRows, ranks_of
 from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
 
 
@@ -86,15 +86,12 @@ class HybridEPBuffer:
         self._dispatch_launch, self._combine_launch = (
             Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
         )
-        self._nodes = num_of_hybrid_ep_ranks_per_nvlink_domain
-        self._comms = {self._num_experts: GrowingCommunicator(group, self._num_experts, ranks_per_node=self._nodes)}
-        self._rank_rows = RankRows(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
+        self._comms = GrowingCommunicators(group, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain)
+        self._rank_rows = RankRows(group, self._comms)
 
     def abort(self) -> None:
         """Release all resources without waiting for other ranks; not part of HybridEP."""
-        for comms in self._comms.values():
-            comms.abort()
-        self._rank_rows.comms.abort()
+        self._comms.abort()
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""
@@ -157,22 +154,21 @@ class HybridEPBuffer:
         """
         if handle is not None:
             return self._dispatch_again((hidden, scaling_factor), handle, (probs, topk_weights), pad_multiple)
-        with self._comms_of(self._num_experts).rejecting():
+        with self._comms.rejecting():
             num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
-        comms = self._comms_of(num_experts)
-        with comms.rejecting():
             payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
-            given = (probs, topk_weights)
-            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, num_experts)
+            given, sizes = (probs, topk_weights), (len(hidden), num_experts)
+            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, sizes)
+            num_topk = ids.shape[1]
             static = _static_rows(num_permuted_tokens) if non_blocking else None
             weights = None if topk_weights is None else topk_weights.float()
-            num_topk = ids.shape[1]
             need = Need.of(payloads, num_topk, self.max_num_of_tokens_per_rank)
 
-        def dispatch(comm: Communicator, capacity: Need) -> tuple[Communicator, Need, torch.Tensor, Dispatched]:
-            padded = _padded(ids, capacity.num_topk, -1)
-            padded_weights = None if weights is None else _padded(weights, capacity.num_topk, 0)
-            sent = comm.dispatch(
+        def dispatch(grown: Grown) -> tuple[Grown, torch.Tensor, Dispatched]:
+            with self._comms.rejecting():
+                padded = _padded(ids, grown.capacity.num_topk, -1)
+                padded_weights = None if weights is None else _padded(weights, grown.capacity.num_topk, 0)
+            sent = grown.comm.dispatch(
                 payloads,
                 padded,
                 padded_weights,
@@ -181,9 +177,10 @@ class HybridEPBuffer:
                 static=static,
                 launch=self._dispatch_launch,
             )
-            return comm, capacity, padded, sent
+            return grown, padded, sent
 
-        comm, capacity, ids, sent = comms.run(need, hidden.device, dispatch)
+        purpose = "dispatch_with_permute", num_experts
+        grown, ids, sent = self._comms.run(purpose, num_experts, need, hidden.device, dispatch)
         self._maps.widen(ids.shape[1])
         if non_blocking:
             counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
@@ -192,14 +189,14 @@ class HybridEPBuffer:
             overflow = has_overflow.int()
         else:
             counts = counts_on_host(sent)
-            with comm.rejecting():
+            with self._comms.rejecting():
                 self._maps.require_none_lost()
             overflow = ids.new_zeros(1, dtype=torch.int32)
         if pad_multiple:
             counts = in_blocks(counts, pad_multiple)
         scales = None if scaling_factor is None else sent.payloads[1]
         of_tokens = (ids, num_topk, counts, num_experts, pad_multiple or 1)
-        of_handle = _Sent(comm, capacity.max_bytes_per_token, sent.handle, *of_tokens)
+        of_handle = _Sent(self._comms, grown, sent.handle, *of_tokens)
         return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
 
     @torch.no_grad()
@@ -219,19 +216,18 @@ class HybridEPBuffer:
         (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a token was
         not sent to; ``None`` without ``probs``.
         """
-        with self._comms_of(self._num_experts).rejecting_latest():
+        with self._comms.rejecting():
             sent = _sent(handle, pad_multiple)
-        launch, values_of_rows = self._combine_launch, None
-        with sent.comm.rejecting():
-            rows = hidden.contiguous()
+        with sent.rejecting():
+            parts = [hidden.contiguous()]
             if probs is not None:
                 values = probs.reshape(-1).float()
                 require_shape("probs", values, sent.handle.num_rows)
-                values_of_rows = rows_of_weights(values, sent.handle)
-        if values_of_rows is None:
-            return sent.comm.combine(rows, sent.handle, weights=None, launch=launch), None
-        parts = (rows, values_of_rows)
-        sums, values = sent.comm.combine_all(parts, sent.handle, launch=launch)
+                parts.append(rows_of_weights(values, sent.handle))
+        sums, *of_tokens = sent.combine(parts, self._combine_launch)
+        if not of_tokens:
+            return sums, None
+        (values,) = of_tokens
         places = sent.kept.get("places", values.device, lambda: places_of(sent.topk_idx))
         return sums, scattered(places, values, sent.num_experts).contiguous()
 
@@ -262,14 +258,14 @@ class HybridEPBuffer:
         if handle is not None:
             sent, rows, weights = self._rows_again(payloads, topk_weights, probs, handle)
         else:
-            with self._rank_rows.comms.rejecting():
+            with self._comms.rejecting():
                 num_experts = self._count_experts(None, num_of_experts, routing_map)
-                given = (probs, topk_weights)
-                topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, given, num_experts)
+                given, sizes = (probs, topk_weights), (len(hidden), num_experts)
+                topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, given, sizes)
                 is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
                 routing = (topk_idx, topk_weights, num_experts)
             rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
-            with sent.comm.rejecting():
+            with sent.rejecting():
                 self._maps.require_none_lost()
             weights = None if topk_weights is None else sent.weights()
             num_rows = torch.tensor([len(rows[0])], dtype=torch.int32, device="cpu")
@@ -288,9 +284,9 @@ class HybridEPBuffer:
         handle: tuple[Any, ...],
     ) -> tuple[RankRouting, tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Dispatch along a handle; return its routing, the rows, and the weights of their tokens' experts."""
-        with self._rank_rows.comms.rejecting_latest():
+        with self._comms.rejecting():
             sent = _routing_of(handle)
-        with sent.comm.rejecting():
+        with sent.rejecting():
             rows = [each.contiguous() for each in payloads]
             if probs is not None:
                 require_shape("probs", probs, len(sent.require_topk_idx()), sent.num_experts)
@@ -309,14 +305,16 @@ class HybridEPBuffer:
         ``probs`` are values of this rank's experts, float32 (num_rows, experts of the node). Returns sums
         (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
-        with self._rank_rows.comms.rejecting_latest():
+        with self._comms.rejecting():
             sent = _routing_of(handle)
-        if probs is None:
-            return combine([hidden], sent, self._combine_launch)[0], None
-        with sent.comm.rejecting():
-            require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
-            values = probs[:, self._local(sent)]
-        return combine_dense(hidden, values, sent, self._combine_launch)
+        with sent.rejecting():
+            parts = [hidden.contiguous()]
+            if probs is not None:
+                require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
+                parts.append(sent.values_of_pairs(probs[:, self._local(sent)].float()))
+                sent.require_topk_idx()
+        sums, *of_tokens = sent.combine(parts, self._combine_launch)
+        return sums, sent.dense_values(of_tokens[0]) if of_tokens else None
 
     def _dispatch_again(
         self,
@@ -326,9 +324,9 @@ class HybridEPBuffer:
         pad_multiple: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
         probs, topk_weights = given_weights
-        with self._comms_of(self._num_experts).rejecting_latest():
+        with self._comms.rejecting():
             sent = _sent(handle, pad_multiple)
-        with sent.comm.rejecting():
+        with sent.rejecting():
             payloads = [each.contiguous() for each in given if each is not None]
             if probs is not None:
                 require_shape("probs", probs, len(sent.topk_idx), sent.num_experts)
@@ -361,26 +359,24 @@ class HybridEPBuffer:
         routing_map: torch.Tensor | None,
         topk_idx: torch.Tensor | None,
         given_weights: tuple[torch.Tensor | None, torch.Tensor | None],
-        num_experts: int,
+        sizes: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the experts of tokens and their weights, of which a map and ``probs`` precede the others."""
-        probs, topk_weights = given_weights
+        """Return the experts of tokens and their weights, of which a map and ``probs`` precede the others.
+
+        ``sizes`` are the numbers of tokens, and of experts of all ranks.
+        """
+        (probs, topk_weights), (num_tokens, num_experts) = given_weights, sizes
         self._maps.lost = None  # of an earlier map
         if routing_map is not None:
             topk_idx = self._maps.indices_of(routing_map)
         if topk_idx is None:
             raise ValueError(f"{verb} needs one of routing_map, topk_idx and handle")
+        num_topk_of(topk_idx, num_tokens)
         if probs is None:
+            require_shape("topk_weights", topk_weights, *topk_idx.shape)
             return topk_idx, topk_weights
         require_shape("probs", probs, len(topk_idx), num_experts)
-        return topk_idx, probs.float().gather(1, topk_idx.clamp(min=0))
-
-    def _comms_of(self, num_experts: int) -> GrowingCommunicator:
-        """Return the communicators of layers with so many experts."""
-        first = self._comms[self._num_experts]
-        if num_experts not in self._comms and not first.is_closed:
-            self._comms[num_experts] = GrowingCommunicator(self.group, num_experts, ranks_per_node=self._nodes)
-        return self._comms.get(num_experts, first)
+        return topk_idx, probs.float().gather(1, topk_idx.clamp(0, num_experts - 1))
 
     def _local(self, sent: RankRouting) -> slice:
         """Return the columns of this rank's experts among those of its node."""

@@ -74,7 +74,7 @@ class FuscoTokenDispatcher(MoETokenDispatcher):
         """Return the sums of each token's rows (num_tokens, hidden)."""
         assert self._sent is not None, "token_dispatch comes first"
         sent, self._sent = self._sent, None
-        return sent.combine(hidden_states, is_weighted=False)
+        return sent.combine([hidden_states])[0]
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums in the shape of the layer's input."""

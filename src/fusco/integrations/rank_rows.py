@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
+from fusco.cuda.device_plan import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
-from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
+from fusco.integrations.growth import GrowingCommunicators, Grown, Need
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import places_of, scattered
 
@@ -104,10 +105,11 @@ class RankRouting(SentHandle):
 class RankRows:
     """Dispatch and combine of rank-major rows, on a communicator that grows."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, comms: GrowingCommunicators) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._kept = KeptTensors()
-        self.comms = GrowingCommunicator(group, self._num_ranks, ranks_per_node=ranks_per_node)
+        self._comms = comms
+        self._checked: tuple[str, int] | None = None  # the latest purpose
 
     def dispatch(
         self,
@@ -124,8 +126,18 @@ class RankRows:
         number of experts of all ranks together. ``num_static_rows`` is a fixed number of rows, or 0.
         """
         topk_idx, topk_weights, num_experts = routing
-        with self.comms.rejecting():
+        with self._comms.rejecting():
             require_shape("is_token_in_rank", is_token_in_rank, len(payloads[0]), self._num_ranks)
+            if is_token_in_rank.dtype != torch.bool:
+                raise TypeError(f"is_token_in_rank must be bool, got {is_token_in_rank.dtype}")
+            purpose = "dispatch", num_experts
+            if topk_idx is None:
+                purpose = f"dispatch{' into fixed rows' * bool(num_static_rows)} without topk_idx", num_experts
+            else:
+                num_topk_of(topk_idx, len(payloads[0]))
+                # On CUDA the host would wait for the device in each call.
+                if topk_idx.device.type == "cpu" or (purpose != self._checked and not is_capturing()):
+                    require_ranks_of(topk_idx, is_token_in_rank, num_experts)
             words = self._words(payloads[0], topk_idx, topk_weights)
             sent = [*(payload.contiguous() for payload in payloads), words]
             ranks_of_tokens = self._ranks_of_tokens(is_token_in_rank)
@@ -134,15 +146,16 @@ class RankRows:
             static = StaticRows(num_static_rows) if num_static_rows else None
             need = Need.of(sent, ranks_of_tokens.shape[1])
 
-        def dispatch(comm: Communicator, capacity: Need) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
-            arrived = comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
+        def dispatch(grown: Grown) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
+            arrived = grown.comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
             *rows, words = arrived.payloads
-            num_rows = arrived.num_rows_per_expert if static else None
-            max_bytes, handle = capacity.max_bytes_per_token, arrived.handle
-            sent_routing = RankRouting(comm, max_bytes, handle, self._rank, words, topk_idx, num_experts, num_rows)
-            return tuple(rows), sent_routing
+            num_rows, handle = arrived.num_rows_per_expert if static else None, arrived.handle
+            of_handle = RankRouting(self._comms, grown, handle, self._rank, words, topk_idx, num_experts, num_rows)
+            return tuple(rows), of_handle
 
-        return self.comms.run(need, words.device, dispatch)
+        arrived = self._comms.run(purpose, self._num_ranks, need, words.device, dispatch)
+        self._checked = purpose
+        return arrived
 
     def prefix_matrix(self, routing: RankRouting) -> torch.Tensor:
         """Return int32 (num_ranks, num_ranks): cumulated rows of source ranks in this rank's column, else zero."""
@@ -177,35 +190,9 @@ class RankRows:
         return torch.cat([source, topk_idx.int(), weights.float().contiguous().view(torch.int32)], 1)
 
 
-def combine(
-    parts: Sequence[torch.Tensor], routing: RankRouting, launch: Launch | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Add up the rows of each token, one from each rank, in each of several tensors: (num_tokens, hidden)."""
-    with routing.comm.rejecting():
-        rows = [part.contiguous() for part in parts]
-    if len(rows) == 1:  # which costs less from the second call on
-        return (routing.comm.combine(rows[0], routing.handle, weights=None, launch=launch),)
-    return routing.comm.combine_all(rows, routing.handle, launch=launch)
-
-
-def combine_dense(
-    rows: torch.Tensor, local_values: torch.Tensor, routing: RankRouting, launch: Launch | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add up the rows of each token, and values of rows and local experts (num_rows, num_local_experts).
-
-    Returns (num_tokens, hidden), and float32 (num_tokens, num_experts). Values of experts that a row was not sent for
-    are ignored.
-    """
-    with routing.comm.rejecting():
-        routing.require_topk_idx()
-        values = routing.values_of_pairs(local_values.float())
-    sums, of_tokens = combine((rows, values), routing, launch)
-    return sums, routing.dense_values(of_tokens)
-
-
 def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
     """Return which ranks a token is sent to: bool (num_tokens, num_ranks)."""
     # The first column is for no expert, the last for ids that are none.
-    places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(min=0)
+    places = topk_idx.div(num_experts // num_ranks, rounding_mode="floor").add_(1).clamp_(0, num_ranks + 1)
     is_in = topk_idx.new_zeros(len(topk_idx), num_ranks + 2, dtype=torch.bool)
     return is_in.scatter_(1, places, value=True)[:, 1:-1]

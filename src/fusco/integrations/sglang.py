@@ -58,13 +58,13 @@ class FuscoDispatcher(BaseDispatcher):
 
     def combine(self, combine_input: Any) -> torch.Tensor:
         """Return the sums of each token's rows, to which experts have applied the weights."""
-        with self._rows.comms.rejecting_latest():
+        with self._rows.comms.rejecting():
             if combine_input.format != CombineInputFormat.DEEPEP_V2 or combine_input.routewise_layout is not None:
                 raise ValueError(f"fusco combines weighted rows of DeepEP's second version, got {combine_input.format}")
             if self._sent is None:
                 raise ValueError("combine needs a dispatch before it")
             sent, self._sent = self._sent, None
-        return sent.combine(combine_input.hidden_states, is_weighted=False)
+        return sent.combine([combine_input.hidden_states])[0]
 
 
 def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any) -> Any:

@@ -9,7 +9,7 @@ expert, as of vLLM's own prefill with DeepEP version 2, and combine applies the 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -115,22 +115,24 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         Weights and ids are as ``prepare`` returned them. ``apply_router_weight_on_input``: weights are applied already;
         ``weight_and_reduce_impl`` says whether experts have applied them.
         """
-        with self._rows.comms.rejecting_latest():
+        weights: Literal["topk"] | None = None
+        with self._rows.comms.rejecting():
             if self._sent is None:
                 raise ValueError("finalize needs a prepare before it")
             sent, self._sent = self._sent, None
-        rows, is_weighted = fused_expert_output, False
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            is_weighted = not apply_router_weight_on_input  # in the sums, in float32
-        elif not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP) and rows.numel():
-            rows = weight_and_reduce_impl.apply(
-                output=None,
-                fused_expert_output=rows,
-                topk_weights=topk_weights,
-                topk_ids=topk_ids,
-                apply_router_weight_on_input=apply_router_weight_on_input,
-            )
-        output.copy_(sent.combine(rows.reshape(len(topk_ids), output.shape[1]), is_weighted=is_weighted))
+            rows = fused_expert_output
+            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+                weights = None if apply_router_weight_on_input else "topk"  # in the sums, in float32
+            elif not isinstance(weight_and_reduce_impl, TopKWeightAndReduceNoOP) and rows.numel():
+                rows = weight_and_reduce_impl.apply(
+                    output=None,
+                    fused_expert_output=rows,
+                    topk_weights=topk_weights,
+                    topk_ids=topk_ids,
+                    apply_router_weight_on_input=apply_router_weight_on_input,
+                )
+            rows = rows.reshape(len(topk_ids), output.shape[1])
+        output.copy_(sent.combine([rows], weights=weights)[0])
 
     def _check_map(self, expert_map: torch.Tensor | None) -> None:
         """Raise unless this rank has a run of consecutive experts; the host waits, in the first call only."""

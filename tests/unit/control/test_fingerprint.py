@@ -2,8 +2,8 @@
 
 import pytest
 
-from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
-from fusco.core.errors import FuscoError, MismatchError, RejectedInputError
+from fusco.control.fingerprint import GROWTH, REJECTION, CollectiveFingerprint, check_fingerprints
+from fusco.core.errors import FuscoError, GrowthError, MismatchError, RejectedInputError
 
 GOOD = CollectiveFingerprint("dispatch", {"num_topk": 8, "payloads": ["bfloat16[7]"]})
 REFUSED = CollectiveFingerprint("dispatch", rejection="x has shape (3,)")
@@ -42,6 +42,30 @@ def test_a_rejection_cancels_the_collective_on_all_others_and_its_fields_are_ign
         with pytest.raises(RejectedInputError, match=r"rank 1 rejected its input: x has shape \(3,\)$"):
             check_fingerprints([GOOD, REFUSED, GOOD], rank)
     check_fingerprints([GOOD, REFUSED, GOOD], rank=1)  # it has its own error to raise
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "text"),
+    [
+        (GOOD, GrowthError, "has no room for the larger dispatch on rank 1$"),
+        (CollectiveFingerprint(GROWTH), GrowthError, "has no room for the larger dispatch on ranks 1, 2$"),
+        (
+            CollectiveFingerprint("combine"),
+            MismatchError,
+            "collectives: .*, larger dispatch on rank 1, combine",
+        ),
+        (REFUSED, RejectedInputError, "rank 2 rejected its input"),
+        (CollectiveFingerprint(REJECTION, rejection="no memory"), RejectedInputError, "rank 2 .*: no memory$"),
+    ],
+)
+def test_a_larger_dispatch_makes_room_only_among_dispatches_that_nobody_rejects(other, error, text):
+    fingerprints = [GOOD, CollectiveFingerprint(GROWTH), other]
+    for rank in range(3 if not other.rejection else 2):
+        with pytest.raises(error, match=text) as raised:
+            check_fingerprints(fingerprints, rank)
+        assert type(raised.value) is error
+    if other.rejection:
+        check_fingerprints(fingerprints, 2)  # it has its own error to raise
 
 
 def test_both_are_errors_of_fusco_and_of_values():

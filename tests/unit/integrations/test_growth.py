@@ -1,4 +1,4 @@
-"""Which errors of a call make all ranks compare what they need, and which must not, as the others would not come."""
+"""What makes ranks gather what they need, as the others would not come after anything else."""
 
 from __future__ import annotations
 
@@ -8,32 +8,82 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco import RejectedInputError, RowOverflowError
-from fusco.integrations.growth import GrowingCommunicator, Need
+from fusco import MismatchError, RejectedInputError, RowOverflowError
+from fusco.control.fingerprint import GROWTH
+from fusco.core.errors import GrowthError
+from fusco.integrations.growth import GrowingCommunicators, Grown, Need
 
-NEED = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
+SMALL, LARGE = (Need(num_topk=1, max_tokens_per_rank=tokens, max_bytes_per_token=1) for tokens in (1, 2))
+CPU = torch.device("cpu")
 
 
 class Group:
-    """A process group."""
+    """A process group, of which nothing is asked here."""
+
+
+def grown(number: int) -> Grown:
+    """A communicator with room for one token, which agrees to everything."""
+    return Grown(SimpleNamespace(is_broken=False, agree=mock.Mock(), abort=lambda: None), SMALL, number)
+
+
+@pytest.fixture
+def comms():
+    comms = GrowingCommunicators(Group())
+    comms._latest[8] = comms._current = grown(0)
+    comms._purpose = ("dispatch", 8)
+    with mock.patch.object(comms, "_make", return_value=grown(1)):
+        yield comms
 
 
 @pytest.mark.parametrize(
-    ("error", "device", "is_broken", "compares"),
+    ("error", "grows"),
     [
-        (ValueError("too many tokens"), "cpu", False, True),
-        (RejectedInputError("of another rank"), "cpu", False, True),
-        (torch.OutOfMemoryError("on this rank"), "cuda", True, False),
-        (RowOverflowError(0, 1, 2), "cuda", False, True),  # of an earlier call: other ranks' are rejected
-        (RowOverflowError(0, 1, 2), "cpu", False, False),
+        (GrowthError("on another rank"), True),
+        (MismatchError("out of step"), False),
+        (RejectedInputError("of another rank"), False),
+        (ValueError("too many tokens"), False),
+        (MemoryError("on this rank"), False),
+        (RowOverflowError(0, 1, 2), False),
     ],
 )
-def test_ranks_compare_their_needs_only_after_errors_that_all_raise(error, device, is_broken, compares):
-    group = Group()
-    growing = GrowingCommunicator(group, num_experts=2)
-    growing._communicators.append(SimpleNamespace(is_broken=is_broken, abort=lambda: None))
-    growing._capacity = NEED
-    call = mock.Mock(side_effect=error)
-    with mock.patch.object(growing, "_grow", return_value=False) as grow, pytest.raises(type(error)):
-        growing.run(NEED, torch.device(device), call)
-    assert grow.called is compares
+def test_ranks_gather_what_they_need_only_for_size(comms, error, grows):
+    call = mock.Mock(side_effect=[error, "sent"])
+    if grows:
+        assert comms.run(("dispatch", 8), 8, SMALL, CPU, call) == "sent"
+    else:
+        with pytest.raises(type(error)):
+            comms.run(("dispatch", 8), 8, SMALL, CPU, call)
+    assert comms._make.called is grows
+
+
+def test_a_dispatch_without_room_is_not_called_before_there_is(comms):
+    first, call = comms._current, mock.Mock(return_value="sent")
+    assert comms.run(("dispatch", 8), 8, LARGE, CPU, call) == "sent"
+    first.comm.agree.assert_called_once_with(GROWTH)
+    call.assert_called_once_with(comms._make.return_value)
+
+
+def test_ranks_agree_before_they_use_another_communicator_and_only_then(comms):
+    first, other, call = comms._current, grown(1), mock.Mock()
+    comms._latest[4] = other
+    comms.run(("dispatch", 8), 8, SMALL, CPU, call)
+    comms.turn_to(first, "combine")
+    first.comm.agree.assert_not_called()
+    comms.run(("dispatch", 4), 4, SMALL, CPU, call)
+    first.comm.agree.assert_called_once_with("dispatch to 4 experts after dispatch to 8 experts")
+    comms.turn_to(other, "combine")
+    other.comm.agree.assert_not_called()
+    comms.turn_to(first, "combine")
+    other.comm.agree.assert_called_once_with("combine along a handle of communicator 0")
+
+
+def test_ranks_stay_where_they_are_if_they_do_not_agree(comms):
+    first, other, call = comms._current, grown(1), mock.Mock()
+    first.comm.agree.side_effect = MismatchError("out of step")
+    comms._latest[4] = other
+    with pytest.raises(MismatchError):
+        comms.run(("dispatch", 4), 4, SMALL, CPU, call)
+    with pytest.raises(MismatchError):
+        comms.turn_to(other, "combine")
+    comms.run(("dispatch", 8), 8, SMALL, CPU, call)
+    call.assert_called_once_with(first)

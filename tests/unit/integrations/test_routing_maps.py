@@ -45,6 +45,7 @@ def test_a_call_with_indices_is_right_after_a_map_that_was_too_wide(maps):
     """The error says to pass indices."""
     maps.indices_of(ALL.tril())
     maps.indices_of(ALL)
-    HybridEPBuffer._routing(mock.Mock(_maps=maps), "dispatch", None, torch.zeros(3, 5), (None, None), 8)
+    ids = torch.zeros(3, 5, dtype=torch.int64)
+    HybridEPBuffer._routing(mock.Mock(_maps=maps), "dispatch", None, ids, (None, None), (3, 8))
     assert maps.lost is None
     maps.require_none_lost()
