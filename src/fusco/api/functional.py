@@ -33,7 +33,8 @@ def all_to_all(
     is a collective, with one node per host, and compiles the scheduler (seconds, once on each machine). It has the
     minimum capacity, so its memory is mostly rings: ``ring_depth * ranks_per_node`` slices of shared memory with the
     default ``Settings``. It is aborted, without waiting for other ranks, when the group is destroyed or the process
-    ends. Pass a communicator instead of a group to choose nodes or ``Settings``, or to close it.
+    ends. After a failure, the next call makes another one. Pass a communicator instead of a group to choose nodes or
+    ``Settings``, or to close it.
     """
     if comm is not None and group is not None:
         raise ValueError("all_to_all takes a group or a communicator, not both")
@@ -46,7 +47,10 @@ def all_to_all(
 
 def _communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     communicators = _BY_GROUP.setdefault(group, {})
-    if device not in communicators:
+    known = communicators.get(device)
+    if known is None or known.is_broken:
+        if known:
+            known.abort()
         num_ranks = dist.get_world_size(group)
         made = Communicator(
             group, num_experts=num_ranks, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1, device=device

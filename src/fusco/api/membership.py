@@ -1,4 +1,4 @@
-"""A rank's membership in a communicator: what it is a part of, waits for all of its calls, and its end."""
+"""A rank's membership in a communicator: its group, its open calls and its end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Membership:
         return Rejecting(lambda reason: self._agree(CollectiveFingerprint(REJECTION, rejection=reason)))
 
     def agree(self, operation: str) -> None:
-        """Take part in a collective that does nothing, so that all ranks know that all of them do what it is named for.
+        """Check that all ranks are about to do the same operation: a collective that does nothing else.
 
         For adapters, before they do together what has no record, such as making another communicator. Raises
         ``MismatchError`` on all ranks if one calls something else, ``RejectedInputError`` if one rejects its input.

@@ -96,9 +96,12 @@ class Repeats:
         ``handle`` is the number of the handle that it is along, and ``routed`` its plan; a dispatch has 0, and its ids,
         weights and static rows, which are not unpacked before they are needed: that takes 0.1 us each time.
         """
+        session, rejection = self._session, None
+        if session.has_published:  # by a call that was interrupted before it went on
+            with session.access.using(verb):
+                session.end_interrupted()
         if known is None or (repeated := known.repeated) is None:
             return None
-        session, rejection = self._session, None
         session.access.enter(verb, is_for_owner=True)
         try:
             if why_nothing_moves_here() or (result := repeated.outputs(rows, routed, launch)) is None:

@@ -1,4 +1,4 @@
-"""Objects whose destruction would do harm."""
+"""Keep objects alive until the process exits."""
 
 from __future__ import annotations
 

@@ -84,6 +84,11 @@ class Session:
         self.has_published = outcome != ALL_EQUAL
         return not self.has_published
 
+    def end_interrupted(self) -> None:
+        """End the session: a call was interrupted between ``repeat`` and ``begin``, and others count on its record."""
+        self.has_published = False
+        self.abandon(f"was interrupted in {self._name}, after it had published its input")
+
     def leave_repeated(self, planning_s: float, wire_s: float, count: Callable[[CallProfile], None]) -> None:
         """Leave a collective in which ``repeat`` returned True; ``count`` sets what its profile has besides times."""
         self._watchdog.end()
@@ -100,6 +105,8 @@ class Session:
 
     def begin(self, operation: str) -> Call:
         """Enter a collective; raises ``ClosedError`` once the session has ended. ``leave`` must follow."""
+        if self.has_published and not self._name.startswith(f"{operation} #"):
+            self.end_interrupted()
         if self.broken:
             self._require_usable(operation)
         try:

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -75,9 +76,9 @@ class StoreGather:
         ``stage`` names the all-gather, in keys and in errors.
 
         Raises:
-            PeerFailureError: with the ranks that did not join within the limit, or that are at fault if the store
-                cannot be reached; at once with a rank that fails alone (``part``).
-            TransportError: if the store cannot be reached and no rank is known to be at fault.
+            PeerFailureError: with the ranks that did not join within the limit, or that do not answer while the store
+                does not; at once with a rank that fails alone (``part``).
+            TransportError: if the store cannot be reached; ranks are not examined, as they leave for the same reason.
         """
         gathering = _Gathering(self.store, stage, range(self.world_size), self.rank, json.dumps(value), _FAILURE)
         values = in_thread(gathering.run, f"the all-gather of {stage!r} through the store")
@@ -89,20 +90,24 @@ class StoreGather:
             return Stall(stage, missing, f"all {self.world_size} ranks", f"{self.world_size - len(missing)}")
 
         try:
-            self.wait_until(values.done, stall)
+            return self._results(values, stall)
+        except PeerFailureError as error:
+            if error.peers:
+                raise
+            raise TransportError(error.reason) from error  # all ranks live, and wait for the store
         finally:
             gathering.is_over = True
+
+    def _results(self, values: Future[list[bytes]], stall: Callable[[], Stall]) -> list[Any]:
+        self.wait_until(values.done, stall)
         try:
             return [json.loads(text) for text in values.result()]
         except _RankFailedError as error:
             self._raise_failure(stall(), (error.rank,), error.reason, has_left=True)
         except RuntimeError as error:
-            symptom, missing = self._failure(error), gathering.missing
             if self._watcher:
-                self._watcher.query_all_ranks(stall(), symptom)
-            if missing:
-                symptom += f". Rank(s) {', '.join(map(str, missing))} had not reached '{stage}' when it last answered"
-            raise TransportError(symptom) from error
+                self._watcher.give_up(self._failure(error), at_fault=())
+            raise TransportError(self._failure(error)) from error
 
     def part(self, without: Sequence[int] = (), reason: str = "") -> None:
         """Wait, before this rank raises, until all ranks but ``without`` are about to raise, or for a short time.
@@ -142,7 +147,10 @@ class StoreGather:
         return Stall(stage, (), f"an answer of {self._store_description}", f"none for {silent_s:.1f} s")
 
     def _failure(self, error: Exception) -> str:
-        return f"{self._store_description} cannot be reached: {first_line(error)}"
+        return (
+            f"{self._store_description} cannot be reached: the process that serves it, or its host, has gone away "
+            f"({first_line(error)})"
+        )
 
     @property
     def _store_description(self) -> str:

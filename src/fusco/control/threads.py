@@ -75,4 +75,4 @@ def _wait_at_exit() -> None:
     pending = {future: what for future, (thread, what) in list(_running.items()) if thread.is_alive()}  # not if forked
     if late := wait(pending, limit_now(_EXIT_LIMIT_S)).not_done:
         names = ", ".join(sorted(pending[future] for future in late))
-        warnings.warn(f"the process ends, though this has not returned: {names}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"exiting while still running: {names}", RuntimeWarning, stacklevel=2)

@@ -260,9 +260,9 @@ class Watchdog:
             raise self._failure(stall, self._status_server.failure_report)
         return {rank: answer for rank, answer in answers.items() if isinstance(answer, Status)}
 
-    def give_up(self, reason: str) -> None:
-        """Report to all other ranks that this one has failed: all of them raise."""
-        self._report(FailureReport((self._rank,), reason, self._rank, has_left=True))
+    def give_up(self, reason: str, at_fault: tuple[int, ...] | None = None) -> None:
+        """Report to all other ranks that this one has failed, by default through its own fault: all of them raise."""
+        self._report(FailureReport((self._rank,) if at_fault is None else at_fault, reason, self._rank, has_left=True))
 
     def leave(self, reason: str) -> None:
         """Report to all other ranks that this one has left: those that wait for it, now or later, raise.

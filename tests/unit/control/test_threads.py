@@ -53,7 +53,7 @@ def seconds_of_exit(script: str) -> tuple[float, str]:
 def test_all_threads_are_waited_for_together_and_named():
     seconds, said = seconds_of_exit("for name in ('one', 'two', 'three'): in_thread(never.wait, name)")
     assert 0.5 <= seconds < 1.0
-    assert "the process ends, though this has not returned: one, three, two" in said
+    assert "exiting while still running: one, three, two" in said
 
 
 def test_waits_at_exit_have_one_limit_together():
