@@ -67,6 +67,9 @@ TOPICS: dict[str, dict[str, str]] = {
 SECTIONS = {"Args": "Arguments"} | {name: name for name in ("Attributes", "Properties", "Returns", "Yields", "Raises")}
 
 
+UNLISTED = ("fusco", "fusco.core.version")  # their names have no entries
+
+
 class Entry(NamedTuple):
     """One heading of the page; ``code`` is a definition without its body, ``doc`` its docstring."""
 
@@ -82,9 +85,9 @@ def source_of(module: str) -> str:
 
 
 def exports(package: str) -> dict[str, str]:
-    """Return the public names of a package and the module that defines each; modules among them are left out."""
+    """Return the public names of a package and the module that defines each, without modules and the version."""
     imports = [node for node in ast.walk(ast.parse(source_of(package))) if isinstance(node, ast.ImportFrom)]
-    return {a.name: str(i.module) for i in imports for a in i.names if a.asname == a.name and i.module != "fusco"}
+    return {a.name: str(i.module) for i in imports for a in i.names if a.asname == a.name and i.module not in UNLISTED}
 
 
 def with_inherited(source: str) -> str:

@@ -34,6 +34,7 @@ import torch
 import fusco
 from bench_gpu import folder, run_limited
 from fusco.bench.environment import commit
+from fusco.core.files import written_beside
 
 TOOLS = Path(__file__).parent
 OURS = Path(fusco.__file__).parent / "integrations" / "path"
@@ -140,7 +141,8 @@ def run_parts(
             left_s = min(part.limit_s, deadline - start)
             end = run_limited(command_of(part, packages), log, left_s) if left_s > 0 else "left out"
             ends[name] = [end, *origin]
-            path.write_text(json.dumps(ends))
+            with written_beside(path) as beside:
+                beside.write_text(json.dumps(ends))
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         shown = [line for line in lines if any(word in line for word in SHOWN) and not line.startswith(COUNTED)]
         num_passed = sum(re.search(r"(?<!cases )\b(passed|PASS)\b", line) is not None for line in lines)

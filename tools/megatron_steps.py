@@ -27,6 +27,7 @@ import fusco
 from fusco.bench.environment import commit, hardware, versions
 from fusco.bench.prefill.gate import relative_error
 from fusco.bench.stopwatch import Stopwatch
+from fusco.core.files import written_beside
 from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
@@ -212,9 +213,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     shape = Shape() if chosen.device == "cuda" else SMALL
-    # NCCL refuses ranks of one host that share a GPU.
-    has_shared = chosen.device == "cuda" and torch.cuda.device_count() < 2
-    hosts = emulated_network(Topology.of_equal_nodes(2, 1), os.environ) if has_shared else None
+    gpus = torch.cuda.device_count() if chosen.device == "cuda" else 0
+    hosts = emulated_network(Topology.of_equal_nodes(2, 2), os.environ, gpus)
     with LocalWorld(2, chosen.device, environment=hosts) as world:
         ranks = world.run(train, 2, chosen.device, shape)
     losses = {backend: ranks[0][backend]["losses"] for backend in BACKENDS}
@@ -244,7 +244,8 @@ def main() -> int:
         "commit": commit(),
     }
     if chosen.json:
-        chosen.json.write_text(json.dumps(record) + "\n")
+        with written_beside(chosen.json) as beside:
+            beside.write_text(json.dumps(record) + "\n")
     sys.stdout.write(
         f"losses of {shape.steps} steps: {losses['alltoall'][0]:.4f} to {losses['alltoall'][-1]:.4f}, at most "
         f"{apart:.5f} nats apart (limit {_LOSS_LIMIT})\nin the first step, losses' gradients of experts "

@@ -15,6 +15,7 @@ from rank_setup import Setup, pause_randomly
 
 import fusco
 from comparison import assert_same_bits
+from fusco.api import functional
 from fusco.bench.matrices import make_matrix, rows_of_routing
 from fusco.bench.traffic import Trace, Workload
 from generator import any_bits, values
@@ -275,12 +276,15 @@ def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mis
 
 
 def exchange_by_group(group: dist.ProcessGroup) -> Outcome:
-    """Call the function without a communicator, twice, and with one; return the outcome of giving both."""
+    """Call the function without a communicator, twice and after its end, and with one; return the outcome of both."""
     rows = any_bits((2 * dist.get_world_size(group), 3), torch.int32, "by group", dist.get_rank(group))
     expected, output = torch.empty_like(rows), torch.empty_like(rows)
     dist.all_to_all_single(expected, rows, group=group)
-    for _ in range(2):
+    for number in range(3):
         output.zero_()
+        if number == 2:
+            dist.barrier(group)
+            functional._communicator_of(group, rows.device)._session.abandon("fails")  # on all ranks
         fusco.all_to_all(output, rows, group=group)
         assert_same_bits(output, expected, "by group")
     moved = fusco.all_to_all(None, rows.double().requires_grad_(), group=group)

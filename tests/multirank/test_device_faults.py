@@ -35,10 +35,8 @@ def fates_of(fault, static, *, is_host_blind=False, num_nodes=1):
 
 def survivors_of(num_ranks, ranks_per_node, function, *args):
     """Run a function that the victim does not survive; return the results of the others, which end their processes."""
-    # NCCL refuses two ranks of one host on one GPU, so that ranks which share GPUs are hosts of their own to it.
-    is_shared = torch.cuda.device_count() < num_ranks and ranks_per_node < num_ranks
-    topology = fusco.Topology.of_equal_nodes(num_ranks, 1 if is_shared else ranks_per_node)
-    world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
+    topology = fusco.Topology.of_equal_nodes(num_ranks, ranks_per_node)
+    world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ, torch.cuda.device_count()))
     survivors = [rank for rank in range(num_ranks) if rank != VICTIM]
     try:
         world.start(function, num_ranks, *args)

@@ -7,6 +7,7 @@ import signal
 
 import graph_jobs as jobs
 import pytest
+import torch
 from on_device import load, skip_without_gpus
 from rank_setup import Setup
 
@@ -41,7 +42,7 @@ def test_a_rank_that_dies_while_nodes_replay_is_named_and_nothing_hangs(ranks_pe
     topology = Topology.of_equal_nodes(num_ranks, ranks_per_node)
     setup = Setup(ranks_per_node=ranks_per_node, num_topk=4, settings=Settings(timeout_s=20.0 * load()), device="cuda")
     survivors = [rank for rank in range(num_ranks) if rank != victim]
-    world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ))
+    world = LocalWorld(num_ranks, "cuda", emulated_network(topology, os.environ, torch.cuda.device_count()))
     try:
         world.start(jobs.replay_until_death, num_ranks, setup, victim)
         results = world.results(survivors, timeout_s=60 * load())

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import fusco
+from fusco.core.environment import may_share_gpus
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -22,15 +23,20 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def hardware(device: str = "cpu") -> dict[str, str | int | float]:
-    """Return the processor, the cores usable by this process and the memory; for ``"cuda"`` also the GPU."""
+    """Return the processor, the cores usable by this process and the memory; for ``"cuda"`` also the GPU.
+
+    Where ranks may share GPUs, ``num_gpus`` is the number on this machine.
+    """
     page_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = torch.cuda.get_device_name(0) if device == "cuda" and torch.cuda.is_available() else "unknown"
+    shared = {"num_gpus": torch.cuda.device_count()} if device == "cuda" and may_share_gpus() else {}
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(page_bytes / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         **({"gpu": gpu} if device == "cuda" else {}),
+        **shared,
     }
 
 

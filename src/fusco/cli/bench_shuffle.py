@@ -16,7 +16,7 @@ from fusco.bench.json_lines import write_json_lines
 from fusco.bench.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
-from fusco.cli.running import check_room, new_console, run_on_ranks
+from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
@@ -169,7 +169,7 @@ def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable
         return summarize(run, ranks), tables.print_cpu_records
     if not run.has_nodes:
         return summarize_device(run, ranks), tables.print_device_records
-    emulation = "" if launched() else describe_emulation(run.topology, os.environ)
+    emulation = "" if launched() else describe_emulation(run.topology, os.environ, num_devices(run.device))
     return summarize_internode(run, ranks, emulation), tables.print_internode_records
 
 

@@ -174,6 +174,8 @@ def run_on_ranks(
         for each in prepare:
             each()
         progress.update(task, description=f"starting {num_ranks} ranks")
-        environment = emulated_network(topology, os.environ) if topology and device == "cuda" else None
+        environment = (
+            emulated_network(topology, os.environ, num_devices(device)) if topology and device == "cuda" else None
+        )
         with LocalWorld(num_ranks, device, environment, limit_s) as world, watching(world.store, show):
             return world.run(function, num_ranks, *arguments, world.store.port)

@@ -30,8 +30,10 @@ def verified_cell(is_right: bool) -> str:
 
 
 def describe_origin(record: Measurement, num_ranks: int, packages: tuple[str, ...] = ("torch",)) -> str:
-    """Describe the GPUs, one for each rank, or the processor; versions of packages; the commit."""
+    """Describe the GPUs, one for each rank unless they share some, or the processor; packages; the commit."""
     of = record.hardware
     machine = f"{num_ranks} x {of['gpu']}" if "gpu" in of else f"{of['cpu']}, {of['num_cores']} cores"
+    if int(of.get("num_gpus", num_ranks)) < num_ranks:
+        machine = f"{num_ranks} ranks that share {of['num_gpus']} x {of['gpu']}"
     source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
     return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])

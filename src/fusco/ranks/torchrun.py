@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, host_identity
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
+from fusco.core.topology import Topology
+from fusco.ranks.emulation import emulated_network
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,31 @@ def launched() -> Launched | None:
 def join_torchrun(device: str) -> Launched:
     """Choose this rank's GPU and initialise the default process group with all ranks of the launched job.
 
-    With ``"cpu"`` it has gloo, with ``"cuda"`` gloo for CPU tensors and NCCL for CUDA tensors. The caller destroys it.
+    With ``"cpu"`` it has gloo, with ``"cuda"`` gloo for CPU tensors and NCCL for CUDA tensors, over sockets if ranks
+    share a GPU. The caller destroys it.
     Raises ``ValueError`` if no launcher started this process, or if it has no GPU for this rank.
     """
     rank = launched()
     if rank is None:
         raise ValueError("RANK and WORLD_SIZE are not set: start this program with torchrun --nproc-per-node N")
     if device == "cuda":
-        torch.cuda.set_device(choose_gpu(rank.local_rank, torch.cuda.device_count()))
+        num_gpus = torch.cuda.device_count()
+        torch.cuda.set_device(choose_gpu(rank.local_rank, num_gpus))
+        if rank.local_world_size > num_gpus and may_share_gpus():
+            nodes = Topology.of_equal_nodes(rank.world_size, rank.local_world_size)
+            os.environ.update(emulated_network(nodes, os.environ, num_gpus)[rank.rank])  # before NCCL reads it
     dist.init_process_group(backends_for(device))
+    if device == "cuda" and rank.local_world_size > 1 and num_gpus == 1:
+        _check_gpus(rank.world_size)
     return rank
+
+
+def _check_gpus(world_size: int) -> None:
+    """Raise ``ValueError`` on all ranks if two have one GPU; NCCL, which refuses it, names neither rank nor way out."""
+    found: list[Any] = [None] * world_size
+    local = DeviceIdentity.of(torch.device("cuda", torch.cuda.current_device()))
+    dist.all_gather_object(found, (host_identity(), local))
+    check_devices(PeerInfo([host for host, _ in found], [device for _, device in found], ""))
 
 
 def choose_gpu(local_rank: int, num_gpus: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from fusco.bench.environment import describe_commit, hardware, versions
 from fusco.cli.tables import describe_origin
+from fusco.core.environment import SHARE_GPUS
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ def test_the_gpu_is_named_where_rows_are_on_it():
     assert hardware("cuda") == {**hardware(), "gpu": "GPU number 0"}
     record = Record(hardware("cuda"), {"torch": "2", "numba": "3"})
     assert describe_origin(record, 4) == "4 x GPU number 0; torch 2; commit c0ffee"
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_ranks_that_share_a_gpu_are_not_listed_as_gpus(monkeypatch):
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    record = Record(hardware("cuda"), {"torch": "2", "numba": "3"})
+    assert describe_origin(record, 2).startswith("2 ranks that share 1 x GPU number 0; ")
+    assert describe_origin(record, 1).startswith("1 x GPU number 0; ")
 
 
 def test_the_processor_is_named_where_they_are_not():

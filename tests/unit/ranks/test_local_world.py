@@ -43,6 +43,13 @@ def test_variables_of_the_user_take_precedence_and_are_named():
     assert describe_emulation(TWO_BY_TWO, everything).startswith("set: nothing; kept: NCCL_HOSTID=mine")
 
 
+def test_ranks_that_share_gpus_are_hosts_of_their_own():
+    ranks = emulated_network(TWO_BY_TWO, {}, num_gpus=2)
+    assert [rank["NCCL_HOSTID"] for rank in ranks] == [f"fusco-rank-{rank}" for rank in range(4)]
+    assert emulated_network(TWO_BY_TWO, {}, num_gpus=4) == emulated_network(TWO_BY_TWO, {})
+    assert "fusco-rank-3" in describe_emulation(TWO_BY_TWO, {}, num_gpus=1)
+
+
 def test_one_node_needs_nothing():
     one = Topology((0, 0, 0))
     assert emulated_network(one, {}) == [{}] * 3

@@ -4,11 +4,13 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fusco.control import bootstrap
 from fusco.core.environment import SHARE_GPUS
 from fusco.ranks.torchrun import Launched, choose_gpu, join_torchrun, launched
 
@@ -65,6 +67,46 @@ def test_the_gpu_is_chosen_by_local_rank_before_the_group_is_initialised(monkeyp
     monkeypatch.setattr(dist, "init_process_group", lambda backends: calls.append(("group", backends)))
     assert join_torchrun("cuda") == Launched(5, 8, 1, 4)
     assert calls == [("gpu", 1), ("group", "cpu:gloo,cuda:nccl")]
+
+
+def test_launched_ranks_that_share_a_gpu_are_hosts_of_their_own_to_nccl(monkeypatch):
+    for name, value in zip(VARIABLES, ("1", "2", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(SHARE_GPUS, "1")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backends: None)
+    join_torchrun("cuda")
+    assert "NCCL_HOSTID" not in os.environ
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    join_gpu_of(monkeypatch, "gpu 0", "gpu 0")
+    assert os.environ["NCCL_HOSTID"] == "fusco-rank-1"
+
+
+def test_launched_ranks_with_one_gpu_are_told_how_to_share_it(monkeypatch):
+    for name, value in zip(VARIABLES, ("1", "2", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(SHARE_GPUS, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backends: None)
+    with pytest.raises(ValueError, match=rf"rank 0 .* and rank 1 .* have the same GPU, gpu 0.*{SHARE_GPUS}=1 lets"):
+        join_gpu_of(monkeypatch, "gpu 0", "gpu 0")
+    join_gpu_of(monkeypatch, "gpu 0", "gpu 1")  # the launcher shows each rank its GPU only
+
+
+def join_gpu_of(monkeypatch, *uuids):
+    """Join as the last rank of this host, with the GPUs of all ranks."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bootstrap, "uuid_of", lambda device: uuids[-1])
+
+    def gather(found, local):
+        host, device = local
+        found[:] = [(host, replace(device, uuid=uuid if device.uuid else "")) for uuid in uuids]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    join_torchrun("cuda")
 
 
 JOIN = """
