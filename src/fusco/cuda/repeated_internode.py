@@ -270,7 +270,6 @@ class RepeatedInternodeCombine(RepeatedOfPlan):
         self._bytes = sum(message.num_bytes for message in latest.sends), self.record.internode_bytes
         self._is_produced = self._events.take(self._stream)
         self._num_empty = 0
-        self._scratch: torch.Tensor | None = None  # of a call between ``output`` and ``run``
         self._launches = self._prepare(calls, request, latest)
         out_bytes = self._num_tokens * self._hidden * rows.dtype.itemsize
         self._is_small = self._scratch_bytes + out_bytes <= _MAX_EARLY_BYTES
@@ -334,18 +333,17 @@ class RepeatedInternodeCombine(RepeatedOfPlan):
             plan.allocated = self._of_plan, or_none(self._new_memory)
 
     def outputs(self, rows: Sequence[torch.Tensor], plan: Any, launch: Launch | None) -> list[torch.Tensor] | None:
+        """See ``RepeatedOfPlan``; ahead of the result is memory that ``run`` takes away."""
         if plan.traffic is not self._traffic or not self._is_along(plan, rows, launch):
             return None
         allocated, plan.allocated = plan.allocated, None
         memory = allocated[1] if allocated and allocated[0] is self._of_plan else None
         if memory is None and (memory := or_none(self._new_memory)) is None:
             return None
-        self._scratch, out = memory
-        return [out]
+        return [*memory]
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
-        scratch, self._scratch, event = self._scratch, None, self._events.take(self._stream)
-        assert scratch is not None
+        scratch, event = outputs.pop(0), self._events.take(self._stream)
         self._num_empty = plan.num_empty_rows
         if plan.made_by and (dispatch := plan.made_by()):
             dispatch.combine, dispatch.num_early = self, 0

@@ -151,6 +151,41 @@ def test_ranks_that_repeat_another_call_notice(repeats):
     assert repeats() == (2 * 2, 2 * 2)
 
 
+AFTER_AN_INTERRUPTION = {
+    "dispatch": lambda comm: pair(comm, 5),
+    "dispatch of other sizes": lambda comm: pair(comm, 5, num_tokens=3),
+    "shuffle": lambda comm: comm.shuffle({}, {}),
+}
+
+
+@pytest.mark.parametrize("verb", [*AFTER_AN_INTERRUPTION, "close"])
+def test_after_an_interruption_no_call_takes_the_published_record_of_another(verb, monkeypatch):
+    """As Ctrl-C may come between a repeated call that other ranks cannot follow and the full one."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def program(comm, _other, _library):
+        sent = [pair(comm, step)[0] for step in range(4)][-1]
+        if comm.rank == 1:
+            with pytest.raises(MismatchError, match="dispatch on rank 0, combine on rank 1"):
+                comm.combine(sent.rows, sent.handle)
+            with pytest.raises(PeerFailureError, match=r"rank 0 was interrupted in dispatch #9"):
+                pair(comm, 5)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(comm, "_dispatch_anew", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pair(comm, 4)
+        if verb == "close":
+            comm.close()
+            return
+        with pytest.raises(ClosedError, match=r"interrupted in dispatch #9, after it had published its input"):
+            AFTER_AN_INTERRUPTION[verb](comm)
+
+    Node().run(program)
+
+
 def test_an_overflow_is_raised_by_the_call_after_it():
     def program(comm, _other, _library):
         for step in range(4):

@@ -10,6 +10,7 @@ import torch
 from repeated_rig import CASES, HIDDEN, MAX_TOKENS, NODES, NUM_RANKS, NUM_TOPK, Node, inputs, pair, same
 
 from fusco import (
+    MismatchError,
     PeerFailureError,
     RowOverflowError,
     StaticRows,
@@ -161,6 +162,25 @@ def test_a_combine_is_repeated_after_a_dispatch_that_is_not(repeats):
 
     Node(topology=NODES).run(program)
     assert repeats() == (2 * 3, 2 * 4)
+
+
+def test_a_combine_that_is_not_repeated_after_all_keeps_no_memory():
+    def num_tensors_kept(is_mistaken):
+        def program(comm, _other, _library):
+            made = [pair(comm, step)[0] for step in range(6)]
+            if is_mistaken:
+                of_rank = made[-1 - comm.rank]  # records differ, which shows once they are published
+                with pytest.raises(MismatchError, match="handle is"):
+                    comm.combine(of_rank.rows, of_rank.handle)
+            return comm
+
+        comms = Node(topology=NODES).run(program)
+        gc.collect()
+        assert len(comms) == NUM_RANKS
+        return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+    gc.collect()
+    assert num_tensors_kept(is_mistaken=True) <= num_tensors_kept(is_mistaken=False)
 
 
 def test_dispatches_that_no_combine_follows_soon_allocate_nothing_for_one():
