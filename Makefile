@@ -39,12 +39,21 @@ test-minimum: .venv-minimum/.installed
 	.venv-minimum/bin/pip install --quiet --editable '.[test]'
 	touch $@
 
-# On a machine with GPUs: each kernel on one of them, then several ranks, which share GPUs where there are fewer.
-test-gpu: export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
+# On a machine with GPUs: each kernel on one of them, and several ranks, which share GPUs where there are fewer; the
+# three at the same time, as most of it waits. `make test-gpu-parts -j3 BIN=...` takes another environment's programs.
 test-gpu: setup
-	$(BIN)/pytest -n 6 tests/cuda
-	$(BIN)/pytest -n 4 tests/multirank --device cuda
-	$(BIN)/pytest -n 4 tests/multirank --device cuda-nodes
+	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
+
+GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
+.PHONY: test-gpu-parts $(GPU_PARTS)
+$(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
+test-gpu-parts: $(GPU_PARTS)
+test-gpu-kernels:
+	$(BIN)/python -m pytest -n 4 tests/cuda
+test-gpu-within-node:
+	$(BIN)/python -m pytest -n 4 tests/multirank --device cuda
+test-gpu-between-nodes:
+	$(BIN)/python -m pytest -n 4 tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.
@@ -70,11 +79,11 @@ lint: setup
 docs:
 	$(PYTHON) tools/api_reference.py
 
-# The tests of the plugin for NCCL, compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
+# The tests of rails, whose engine is compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
 # addresses that are not random.
-PLUGIN_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails/test_nccl_plugin*.py
+RAILS_TESTS := $(BIN)/pytest -p no:cacheprovider tests/unit/rails
 sanitize: setup
-	PLUGIN_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
-	env LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(PLUGIN_TESTS)
-	PLUGIN_FLAGS="-g -fsanitize=thread" TSAN_OPTIONS="exitcode=66 die_after_fork=0" \
-	setarch -R env LD_PRELOAD="$$(cc -print-file-name=libtsan.so)" $(PLUGIN_TESTS)
+	ENGINE_FLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=undefined" ASAN_OPTIONS=detect_leaks=0 \
+	env LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" $(RAILS_TESTS)
+	ENGINE_FLAGS="-g -fsanitize=thread" TSAN_OPTIONS="exitcode=66 die_after_fork=0" \
+	setarch -R env LD_PRELOAD="$$(cc -print-file-name=libtsan.so)" $(RAILS_TESTS)

@@ -40,9 +40,7 @@ def test_named_paths_and_modules_exist(page):
 
 
 def test_the_version_is_the_same_everywhere():
-    in_project = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     latest = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
-    assert in_project == [fusco.__version__]
     assert latest == fusco.__version__
 
 
