@@ -18,6 +18,7 @@ from rank_setup import Setup, check_combine, law_of
 
 import fusco
 from comparison import assert_same_bits, world_rows
+from fusco.api import create
 from fusco.cpu.recycler import OutputRecycler
 from generator import any_bits
 
@@ -172,7 +173,7 @@ def _dispatch_twice_and_close(comm: fusco.Communicator, setup: Setup) -> list[Ou
 
 def make_with_another_version(group: dist.ProcessGroup, setup: Setup, version: str) -> Outcome:
     """Create a communicator with another version of fusco on rank 1."""
-    with mock.patch.object(fusco, "__version__", version if dist.get_rank(group) == 1 else fusco.__version__):
+    with mock.patch.object(create, "__version__", version if dist.get_rank(group) == 1 else create.__version__):
         return attempt(lambda: setup.open(group).close())
 
 
