@@ -64,6 +64,7 @@ _CONFIG_TO_SIZES: dict[str, dict[str, Any]] = {
     "Ernie4_5_VL_MoeTextConfig": {"moe_intermediate_size": [8, 8], "rope_parameters": _SECTIONED},
     "Gemma4TextConfig": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8},
     "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "HYV4VLTextConfig": {"rope_parameters": _SECTIONED},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"] * (_NUM_LAYERS // 2)},
     "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 8},
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},

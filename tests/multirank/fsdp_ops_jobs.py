@@ -237,7 +237,8 @@ def check_caches(_: dist.ProcessGroup, run: Run) -> None:
             model(input_ids=ids, use_cache=True)
         model(input_ids=ids, use_cache=False).logits.sum().backward()
         with torch.no_grad():
-            cache = model(input_ids=ids, use_cache=True).past_key_values
+            output = model(input_ids=ids, use_cache=True)
+        cache = output.cache if hasattr(output, "cache") else output.past_key_values  # before transformers 5.24
         assert cache.get_seq_length() == SEQUENCE
 
 

@@ -24,7 +24,7 @@ SHUFFLE_OPS = [
     torch.ops._c10d_functional.all_to_all_single.default,  # noqa: SLF001  the name is PyTorch's
 ]
 # Argument names under which blocks of transformers get a key-value cache.
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 def check_checkpointing(how: Checkpointing) -> None:
