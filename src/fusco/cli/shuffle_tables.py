@@ -116,7 +116,7 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
         )
         for record in records
     ]
-    console.print(_table(records, f"{records[0].ranks_per_node} GPUs", columns, cells, _device_notes(records)))
+    console.print(_table(records, f"{records[0].ranks_per_node} ranks", columns, cells, _device_notes(records)))
 
 
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
@@ -133,7 +133,7 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
         )
         for record in records
     ]
-    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} GPUs"
+    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} ranks"
     console.print(_table(records, where, columns, cells, _internode_notes(records)))
 
 

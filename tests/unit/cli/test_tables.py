@@ -252,6 +252,23 @@ def test_a_table_that_is_too_wide_is_printed_in_parts_with_all_names():
     assert sum("one" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize(("num_ranks", "ratio"), [(1, "-"), (2, "1.00")])
+def test_a_baseline_of_one_rank_alone_is_compared_with_nothing(num_ranks, ratio):
+    records = device_records(DeviceRecord, PEAKS, nodes=1, ranks_per_node=num_ranks)
+    lines = shown(lambda console: shuffle_tables.print_device_records(records, console), 200).splitlines()
+    rows = [line.replace("\u2502", " ").split() for line in lines if "yes" in line]
+    assert [row[5] for row in rows] == [ratio] * 3  # after variant, dispatch, combine, both and in a row
+
+
+def test_two_nodes_that_share_a_gpu_say_so():
+    shared = {"hardware": {**GPUS, "num_gpus": 1}, "peaks": {"paired_gbs": 1.0, "spread_gbs": 1.0}}
+    records = of_variants(InternodeRecord, "fusco", nodes=2, ranks_per_node=1, num_sms={}, **shared)
+    text = shown(lambda console: shuffle_tables.print_internode_records(records, console), 200)
+    assert "2 nodes x 1 ranks" in text
+    assert "2 ranks that share 1 x NVIDIA H200" in text
+    assert "2 x NVIDIA H200" not in text.replace("that share 1 x", "")
+
+
 def test_names_wrap_before_a_number_is_cut_and_a_list_is_the_last_resort():
     table = ResultTable("", ("", "dispatch\nGB/s"), left=("",))
     table.add_row("only rearranging, of each", "122,239.0")
