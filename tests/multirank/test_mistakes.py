@@ -163,6 +163,7 @@ DIFFERENCES = [
     ({"ranks_per_node": 1}, "MismatchError", "ranks_per_node"),
     ({"balancer": balancer.balance_static}, "MismatchError", "balance"),
     ({"expert_placement": [0, 0, 1, 1, 2, 2, 3, 3]}, "MismatchError", "expert_placement"),
+    ({"num_topk": 9}, "ValueError", "num_topk is 9, but there are 8 experts"),
     ({"num_experts": 7}, "ValueError", "7 experts do not divide evenly among 4 ranks"),
     ({"max_tokens_per_rank": 0}, "ValueError", "max_tokens_per_rank must be positive, got 0"),
     ({"num_topk": -1}, "ValueError", "num_topk must be positive, got -1"),

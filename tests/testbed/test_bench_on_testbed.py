@@ -1,11 +1,13 @@
-"""Benchmarks on a testbed: verified there, over the ranks' rails, and compared with their rate."""
+"""Benchmarks on a testbed: verified there, over the ranks' rails, and compared with their rate; the example."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 COMMON = ["--testbed", "2x1", "--rate", "1gbit", "--iterations", "1", "--json", "-"]
 
 
@@ -35,3 +37,12 @@ def test_alltoall_takes_the_rate_for_its_bound():
     assert record["rank_gbs"] == 0.125
     assert abs(record["lower_bound_ms"] - record["lane_bytes_lower_bound"] / 125000) < 0.01
     assert record["fusco_ms"] > record["lower_bound_ms"] - 3
+
+
+def test_the_example_runs_on_hosts_as_it_is():
+    command = [sys.executable, "-m", "fusco", "testbed", "--hosts", "2", "--", sys.executable, "examples/moe_layer.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert sorted(line.split(":")[0] for line in result.stdout.splitlines()) == [
+        f"rank {rank}, 2 node(s)" for rank in (0, 1)
+    ]

@@ -226,20 +226,25 @@ class Communicator(Membership):
         On CUDA all of them are one collective: ranks agree once.
 
         Args:
-            ys: 1 to 8 tensors (num_rows, ...) as in ``combine``; dtypes and widths may differ.
+            ys: 1 to 8 tensors (num_rows, ...) of the dtypes of ``combine``; dtypes and shapes of rows may differ.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
 
         Returns:
-            Sums (num_tokens, ...) of each.
+            Sums (num_tokens, ...) of each, in its dtype.
         """
         with self.rejecting():
-            rows = list(map(_detached, self._validator.several(ys)))
+            given = self._validator.several(ys)
+            self._validator.require_handle(handle)
+            rows = [_as_matrix(y, handle.num_rows) for y in given]
         if self._engine.is_asynchronous:
-            return tuple(self._sum("combine_all", rows, handle, None, launch))
-        # Messages are numbered by the collective, so each tensor is one.
-        verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
-        return tuple(self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True))
+            sums = self._sum("combine_all", rows, handle, None, launch)
+        else:  # messages are numbered by the collective, so each tensor is one
+            verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
+            sums = [self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True)]
+        return tuple(
+            each if y.ndim == 2 else each.view(len(each), *y.shape[1:]) for y, each in zip(given, sums, strict=True)
+        )
 
     @uncompiled
     def dispatch_weights(
@@ -421,9 +426,14 @@ class Communicator(Membership):
         )
 
 
-def _detached(rows: Any) -> Any:
-    """Return a tensor without its graph; anything else as it is, for the verb to reject."""
-    return rows.detach() if isinstance(rows, torch.Tensor) and rows.requires_grad else rows
+def _as_matrix(rows: Any, num_rows: int) -> Any:
+    """Return rows of any shape as (num_rows, width), without their graph; anything else as it is, to be rejected."""
+    if not isinstance(rows, torch.Tensor):
+        return rows
+    rows = rows.detach() if rows.requires_grad else rows
+    if rows.ndim == 2 or not rows.ndim or len(rows) != num_rows:
+        return rows
+    return rows.flatten(1) if rows.ndim > 2 else rows.unsqueeze(1)
 
 
 def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -66,6 +66,8 @@ class CommunicatorConfig:
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, least=1)
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
+        if self.num_topk > self.num_experts:
+            raise ValueError(f"num_topk is {self.num_topk}, but there are {self.num_experts} experts")
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
         balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])

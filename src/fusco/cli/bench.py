@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +18,10 @@ from fusco.cli.bench_rails import rails
 from fusco.cli.bench_schedule import schedule
 from fusco.cli.bench_shuffle import shuffle
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import ResultTable
+
+if TYPE_CHECKING:
+    from fusco.bench.balancers import BalancerRecord
 
 app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
 for _command in (shuffle, alltoall, schedule, host, prefill, rails, offload):
@@ -37,10 +41,17 @@ def balancers(
     from fusco.bench.balancers import compare_balancers
 
     records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
-    ratios = ("busiest sender", "busiest receiver", "busiest")
-    columns = ("nodes x ranks", "balancer", *ratios, "rows moved", "time", "gain", "P99")
-    title = f"rows of the busiest rank over the bound, {loads}, medians of {draws} draws; gain over send-and-receive"
-    table = new_table(title, columns, left=("balancer",))
+    new_console(json).print(_table(records, draws))
+    write_json_lines(records, json)
+
+
+def _table(records: Sequence[BalancerRecord], num_draws: int) -> ResultTable:
+    loads, left = records[0].loads, ("nodes x ranks", "balancer")
+    columns = (*left, "busiest sender", "busiest receiver", "busiest", "rows moved", "time", "gain", "P99")
+    title = (
+        f"rows of the busiest rank over the bound, {loads}, medians of {num_draws} draws; gain over send-and-receive"
+    )
+    table = ResultTable(title, columns, left=left)
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or records[i + 1].nodes != record.nodes
         table.add_row(
@@ -52,5 +63,4 @@ def balancers(
             *(f"{gain:.2f}" for gain in (record.gain, record.gain_p99)),
             end_section=is_last,
         )
-    new_console(json).print(table)
-    write_json_lines(records, json)
+    return table

@@ -14,7 +14,7 @@ from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import describe_origin, new_table, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
 
@@ -161,7 +161,7 @@ def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
         f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
         describe_origin(one, one.nodes * one.ranks_per_node),
     )
-    table = new_table(title, columns, notes, left=("matrix",))
+    table = ResultTable(title, columns, notes, left=("matrix",))
     for record in records:
         table.add_row(
             f"{record.matrix} {record.skew:g}" if record.skew else record.matrix,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.tables import ResultTable, describe_origin
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -69,14 +68,14 @@ def host(
         write_json_lines(records, json)
 
 
-def _table(records: list[HostRecord]) -> Table:
+def _table(records: list[HostRecord]) -> ResultTable:
     one = records[0]
     title = (
         f"host, us a pair: {one.num_tokens} tokens of {one.hidden} bf16, top-{one.num_topk} of {one.num_experts}, "
         f"device {one.device}"
     )
     columns = ("", *(f"{record.variant}\n{_ranks(record)}" for record in records))
-    table = new_table(title, columns, [describe_origin(one, 1)])
+    table = ResultTable(title, columns, [describe_origin(one, 1)])
     for name in ("dispatch", "combine", "pair", "dispatch_again", "combine_all"):
         cells = (f"{getattr(record, f'{name}_us'):.1f}" for record in records)
         table.add_row(name, *cells, end_section=name in ("pair", "combine_all"))

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import collect, new_console
-from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.tables import ResultTable, describe_origin
 
 if TYPE_CHECKING:
     from fusco.bench.offload import OffloadRecord
@@ -47,9 +46,9 @@ def offload(
     write_json_lines(records, json)
 
 
-def _table(records: list[OffloadRecord]) -> Table:
+def _table(records: list[OffloadRecord]) -> ResultTable:
     columns = ("case", "variant", "MiB", "launch MiB", *records[0].results)
-    table = new_table(records[0].benchmark, columns, left=("case", "variant"))
+    table = ResultTable(records[0].benchmark, columns, left=("case", "variant"))
     for record in records:
         sizes = (f"{each / _MB:g}" if each else "" for each in (record.num_bytes, record.chunk_bytes))
         values = (f"{value:g}" for value in record.results.values())

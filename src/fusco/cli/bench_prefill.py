@@ -17,7 +17,7 @@ from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import describe_origin, new_table, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
@@ -185,7 +185,7 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
     )
     compared = next((name for name in _COMPARED if name in job.variants), "baseline")
     columns = [column.format(compared=compared) for column in _COLUMNS]
-    table = new_table(title, columns, notes, left=("routing", "batch", "variant"))
+    table = ResultTable(title, columns, notes, left=("routing", "batch", "variant"))
     for _, of_case in groupby(records, lambda record: (record.routing, record.batch)):
         case = list(of_case)
         compared_ms = next((record.ttft_ms for record in case if record.variant == compared), 0.0)

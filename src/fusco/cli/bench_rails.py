@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import MAX_CASE_S
 from fusco.cli import options
 from fusco.cli.running import collect, new_console
-from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.tables import ResultTable, describe_origin
 
 if TYPE_CHECKING:
     from fusco.bench.rails.record import RailsRecord
@@ -59,12 +58,12 @@ def rails(
     write_json_lines(records, json)
 
 
-def _table(records: Sequence[RailsRecord]) -> Table:
+def _table(records: Sequence[RailsRecord]) -> ResultTable:
     one = records[0]
     analogue = "" if one.analogue == "none" else f" (FuseLink, {one.analogue})"
     shape = f"{one.num_hosts} hosts, {one.num_rails} rails of {one.bits_per_s / 1e9:g} Gbit/s"
     names = ("case", "policy")
-    table = new_table(f"{one.benchmark}{analogue}: {shape}", (*names, *one.results), left=names)
+    table = ResultTable(f"{one.benchmark}{analogue}: {shape}", (*names, *one.results), left=names)
     for i, record in enumerate(records):
         is_last = i + 1 == len(records) or (records[i + 1].case != record.case and len({r.policy for r in records}) > 1)
         values = (f"{each:,.0f}" if float(each).is_integer() else f"{each:,.3g}" for each in record.results.values())

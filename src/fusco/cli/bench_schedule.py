@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
-from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
-from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.tables import ResultTable, describe_origin
 
 if TYPE_CHECKING:
     from fusco.bench.schedules import ScheduleRecord
@@ -41,7 +40,7 @@ def schedule(
     write_json_lines(records, json)
 
 
-def _table(records: Sequence[ScheduleRecord]) -> Table:
+def _table(records: Sequence[ScheduleRecord]) -> ResultTable:
     one = records[0]
     title = f"entries uniform in 1..100,000, {one.num_draws} matrices: medians, in brackets the worst"
     columns = (
@@ -54,7 +53,7 @@ def _table(records: Sequence[ScheduleRecord]) -> Table:
         "published C++, its decomposition alone",
         describe_origin(one, 1, ("numba",)),
     )
-    table = new_table(title, columns, notes)
+    table = ResultTable(title, columns, notes)
     for num_nodes, group in groupby(records, key=lambda record: record.num_nodes):
         by_mode = {record.mode: record for record in group}
         exact, few, shifted = by_mode["exact"], by_mode["few"], by_mode["spread-out"]

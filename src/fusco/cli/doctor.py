@@ -8,18 +8,18 @@ from __future__ import annotations
 import platform
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 import fusco
 from fusco.cli import options
 from fusco.cli.running import new_console
+from fusco.cli.tables import ResultTable
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
 from fusco.core.requirements import LEAST_CAPABILITY, LEAST_VERSIONS, installed, is_recent
 
@@ -39,14 +39,7 @@ def doctor(json: options.JsonFile = None) -> None:
     from fusco.bench.json_lines import write_json_lines
 
     findings = examine()
-    table = Table(title="fusco doctor", title_justify="left", show_lines=False)
-    for name in ("check", "", "found", "what to do"):
-        table.add_column(name, overflow="fold")
-    for finding in findings:
-        colour = {"ok": "green", "missing": "red", "optional": "yellow"}[finding.state]
-        # Escaped: a remedy may name an extra in brackets, which is not markup.
-        table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
-    new_console(json).print(table)
+    new_console(json).print(_table(findings))
     write_json_lines(findings, json)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
@@ -60,6 +53,16 @@ class Finding:
     state: _State
     found: str
     remedy: str = ""
+
+
+def _table(findings: Sequence[Finding]) -> ResultTable:
+    columns = ("check", "", "found", "what to do")
+    table = ResultTable("fusco doctor", columns, left=columns)
+    for finding in findings:
+        colour = {"ok": "green", "missing": "red", "optional": "yellow"}[finding.state]
+        # Escaped: a remedy may name an extra in brackets, which is not markup.
+        table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
+    return table
 
 
 def _machine() -> _Outcome:

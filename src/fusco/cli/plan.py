@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench import names
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
     title = f"MB between nodes, by rank; bound {record.bound_bytes / 1e6:,.2f}: the busiest node's share for each rank"
     console.print(_table_of_ranks(title, record.ranks, lambda size: f"{size / 1e6:,.2f}"))
     if record.carried:
-        carried = new_table("what ranks send for others of their node", ["carrier", "for rank", "to node", "MB"])
+        carried = ResultTable("what ranks send for others of their node", ["carrier", "for rank", "to node", "MB"])
         for each in record.carried:
             carried.add_row(str(each.carrier), str(each.rank), str(each.to_node), f"{each.num_bytes / 1e6:,.2f}")
         console.print(carried)
@@ -97,8 +96,8 @@ def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
     )
 
 
-def _table_of_ranks(title: str, ranks: Sequence[RankLoad], show: Callable[[int], str]) -> Table:
-    table = new_table(title, ["rank", "node", "sends", "receives", "plain: sends", "receives"])
+def _table_of_ranks(title: str, ranks: Sequence[RankLoad], show: Callable[[int], str]) -> ResultTable:
+    table = ResultTable(title, ["rank", "node", "sends", "receives", "plain: sends", "receives"])
     for rank in ranks:
         loads = (rank.sends, rank.receives, rank.plain_sends, rank.plain_receives)
         table.add_row(str(rank.rank), str(rank.node), *map(show, loads))
@@ -111,7 +110,7 @@ def _print(record: PlanRecord, console: Console) -> None:
         f"tokens a rank, top-{record.num_topk} of {record.num_experts} experts, {record.bytes_per_token} bytes a token"
     )
     columns = ["", *(f"node {node}" for node in range(record.nodes))]
-    matrix = new_table("rows from node (down) to node (across), one copy for each token", columns)
+    matrix = ResultTable("rows from node (down) to node (across), one copy for each token", columns)
     for node, row in enumerate(record.node_to_node_rows):
         matrix.add_row(f"node {node}", *(f"{count:,}" if count else "-" for count in row))
     console.print(matrix)
@@ -120,7 +119,7 @@ def _print(record: PlanRecord, console: Console) -> None:
     console.print(_table_of_ranks(title, record.ranks, "{:,}".format))
 
     title = f"busiest rank over the bound, {record.bound_rows:,.1f} rows: the busiest node's share for each rank"
-    loads = new_table(title, ("balancer", "sends", "receives", "rows moved within nodes"), left=("balancer",))
+    loads = ResultTable(title, ("balancer", "sends", "receives", "rows moved within nodes"), left=("balancer",))
     for name, balance in record.balance.items():
         chosen = " (chosen)" if name == record.balancer else ""
         ratios = (f"{balance.send_ratio:.3f}", f"{balance.receive_ratio:.3f}")

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
-from rich.table import Table
 
 from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import ResultTable
 from fusco.core.errors import SharedMemoryError
 
 if TYPE_CHECKING:
@@ -75,12 +74,12 @@ def rails(
                 return
 
 
-def _table(uses: list[RailUse], *, links: bool) -> Table | str:
+def _table(uses: list[RailUse], *, links: bool) -> ResultTable | str:
     title, rail, worker = ("PCIe links of GPUs", "link", "GPU") if links else ("rails", "rail", "worker")
     if not uses:
         return f"{title} of this host: no {worker} is registered"
     columns = (rail, "Gbit/s", worker, "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed")
-    table = new_table(f"{title} of this host", columns, left=(rail, "use"))
+    table = ResultTable(f"{title} of this host", columns, left=(rail, "use"))
     for i, use in enumerate(uses):
         is_first = not i or uses[i - 1].rail != use.rail
         is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.text import Text
 
 from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
@@ -48,6 +49,20 @@ def new_console(json: Path | None = None) -> Console:
     if console.width and (console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
         return console
     return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
+
+
+class StepProgress(Progress):
+    """A bar, steps and time, and below them the description of the latest step, which wraps and is not cut."""
+
+    def __init__(self, console: Console) -> None:
+        # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True, redirect_stdout=False)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield what is shown."""
+        yield from super().get_renderables()
+        yield from (Text(task.description) for task in self.tasks)
 
 
 def collect(records: Generator[_CaseRecord, None, None], console: Console, without: str) -> list[_CaseRecord]:
@@ -152,9 +167,7 @@ def run_on_ranks(
     job = launched()
     if job and job.rank:
         return run_joined(device, function, *arguments, None)
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
+    with StepProgress(console) as progress:
         task, next_note = progress.add_task("starting", total=None), 1
 
         def show(num_done: int, num_steps: int, note: str) -> None:

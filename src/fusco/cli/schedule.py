@@ -15,7 +15,7 @@ from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
-from fusco.cli.tables import new_table
+from fusco.cli.tables import ResultTable
 
 if TYPE_CHECKING:
     from fusco.bench.schedules import ModeRecord
@@ -89,7 +89,7 @@ def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
         console.print(f"{title}: {node_bytes.sum() / 1e6:,.1f} MB in all, diagonal included")
         return
     columns = ["", *map(node_letter, range(num_nodes)), "sends"]
-    table = new_table(f"{title}: MB from node (down) to node (across)", columns)
+    table = ResultTable(f"{title}: MB from node (down) to node (across)", columns)
     for src, row in enumerate(node_bytes.tolist()):
         sizes = [0 if dst == src else size for dst, size in enumerate(row)]
         table.add_row(node_letter(src), *(f"{size / 1e6:.1f}" if size else "-" for size in [*sizes, sum(sizes)]))
@@ -104,7 +104,7 @@ def _print_modes(records: Sequence[ModeRecord], console: Console) -> None:
         f"model: {one.latency_us:g} us a stage, {one.internode_gbs:g} GB/s for each of {one.ranks_per_node} ranks a "
         "node; chosen by the size of the matrix"
     )
-    table = new_table(title, columns, (model,), left=("mode",))
+    table = ResultTable(title, columns, (model,), left=("mode",))
     for record in records:
         chosen = " (chosen)" if record.is_chosen else ""
         total, time_us = f"{record.total_bytes / 1e6:,.1f}", f"{record.modelled_us:,.0f} us"
@@ -114,7 +114,7 @@ def _print_modes(records: Sequence[ModeRecord], console: Console) -> None:
 
 def _print_stages(record: ModeRecord, console: Console) -> None:
     pairs_of = "who sends to whom"
-    table = new_table(f"stages of mode '{record.mode}'", ("stage", "MB", pairs_of), left=(pairs_of,))
+    table = ResultTable(f"stages of mode '{record.mode}'", ("stage", "MB", pairs_of), left=(pairs_of,))
     stages, is_large = list(zip(record.dst_node, record.duration_bytes, strict=True)), record.num_nodes > NUM_LETTERS
     for stage, (dst_node, length) in enumerate(stages[:_MAX_ROWS]):
         pairs = [

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from fusco.bench.device_results import DeviceRecord, InternodeRecord
 from fusco.bench.results import ShuffleRecord, VariantRecord, gains_of
 from fusco.bench.variants import VARIANTS
-from fusco.cli.tables import describe_origin, new_table, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, verified_cell
 
 # Name of a figure, and its row on the CPU.
 _FIGURES = {
@@ -39,13 +38,13 @@ def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> Non
     console.print(_gains(records) if records[-1].batch else _cpu_table(records))
 
 
-def _gains(records: Sequence[ShuffleRecord]) -> Table:
+def _gains(records: Sequence[ShuffleRecord]) -> ResultTable:
     first, num_batches = records[0], records[-1].batch + 1
     title = (
         f"{first.traffic} prefills, {num_batches} batches: {first.nodes} nodes x {first.ranks_per_node} ranks, at most "
         f"{first.tokens} tokens a rank, hidden {first.hidden}; gain of {first.variant}: a variant's time over its time"
     )
-    table = new_table(
+    table = ResultTable(
         title,
         ("", "median", "P99", "rows of the busiest rank: median", "P99"),
         [describe_origin(first, first.nodes * first.ranks_per_node)],
@@ -57,11 +56,11 @@ def _gains(records: Sequence[ShuffleRecord]) -> Table:
     return table
 
 
-def _cpu_table(records: Sequence[ShuffleRecord]) -> Table:
+def _cpu_table(records: Sequence[ShuffleRecord]) -> ResultTable:
     first, by_name = records[0], {record.variant: record for record in records}
     has_ratio = {"fusco", "baseline"} <= set(by_name)
     title = _title(first, f"{first.nodes} nodes x {first.ranks_per_node} ranks") + f", on {first.device}"
-    table = new_table(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), _cpu_notes(first))
+    table = ResultTable(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), _cpu_notes(first))
     for name, label in _FIGURES.items():
         if name == "bound_ms" and not first.bound_ms:
             continue
@@ -117,7 +116,7 @@ def print_device_records(records: Sequence[DeviceRecord], console: Console) -> N
         )
         for record in records
     ]
-    console.print(_table(records, f"{records[0].ranks_per_node} GPUs", columns, cells, _device_notes(records)))
+    console.print(_table(records, f"{records[0].ranks_per_node} ranks", columns, cells, _device_notes(records)))
 
 
 def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
@@ -134,7 +133,7 @@ def print_internode_records(records: Sequence[InternodeRecord], console: Console
         )
         for record in records
     ]
-    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} GPUs"
+    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} ranks"
     console.print(_table(records, where, columns, cells, _internode_notes(records)))
 
 
@@ -144,11 +143,10 @@ def _table(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
     notes: Sequence[str],
-) -> Table:
+) -> ResultTable:
     """Return a table of the times of all variants, and of ``cells`` by the columns given."""
     times = ("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle")
-    table = new_table(_title(records[0], where), (*times, *columns, "verified"), notes, left=times[:1])
-    table.columns[0].min_width = 14
+    table = ResultTable(_title(records[0], where), (*times, *columns, "verified"), notes, left=times[:1])
     # One rank alone sends nothing, so that its baseline, which sorts and copies, says nothing of communication.
     is_alone = records[0].nodes * records[0].ranks_per_node == 1
     baseline_ms = next((each.loop_ms for each in records if each.variant == "baseline" and not is_alone), None)

@@ -2,26 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement as Extent, measure_renderables
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from fusco.bench.environment import Measurement
 
+_BORDER = 1  # columns of a terminal for the left edge of a table, and
+_PADDING = 3  # for the edge and the spaces of each column
 
-def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, left: Sequence[str] = ("",)) -> Table:
-    """Return a table without rows; columns are flushed right unless they are in ``left``, and notes are below it.
 
-    On a narrow terminal names on the left stay whole, and all other cells take more lines: nothing is left out.
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of results; columns are flushed right unless they are in ``left``, and notes are below it.
+
+    Cells of columns that are flushed right are numbers, and are never wrapped or cut. On a terminal that is too narrow
+    headings and texts wrap at spaces. If that is not enough, the table is printed in parts, one below the other: each
+    has the names, which are the columns on the left before all others, and as many of the other columns as fit. A row
+    with nothing in a part is not in it. Names wrap if no other column fits beside them, and where that is not enough,
+    a part is a list.
     """
-    table = Table(title=title, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
-    for name in columns:
-        is_left = name in left
-        is_name = is_left and name != columns[-1]  # a last column is a list
-        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=is_name)
-    return table
+
+    title: str
+    columns: Sequence[str]
+    notes: Sequence[str] = ()
+    left: Sequence[str] = ("",)
+    _rows: list[tuple[Sequence[str], bool]] = field(default_factory=list)
+
+    def add_row(self, *cells: str, end_section: bool = False) -> None:
+        """Add cells for the first columns, the others are empty; ``end_section`` draws a line below them."""
+        self._rows.append(([*cells, *[""] * (len(self.columns) - len(cells))], end_section))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the title, the table or its parts, and the notes."""
+        if self.title:
+            yield Text.from_markup(self.title, style="table.title")
+        extents = [self._extent(console, options, i) for i in range(len(self.columns))]
+        whole_names = [Extent(most, most) for _, most in extents[: self._num_names]]
+        widest = max(extents[self._num_names :], key=lambda extent: extent.minimum)
+        if _total([*whole_names, widest]) <= options.max_width:
+            extents[: self._num_names] = whole_names
+        for part in self._parts(extents, options.max_width):
+            chosen = [extents[i] for i in part]
+            fits = _total(chosen) <= options.max_width
+            yield self._part(part, _widths(chosen, options.max_width)) if fits else self._list(part)
+        for note in self.notes:
+            yield Text.from_markup(note, style="table.caption")
+
+    @property
+    def _num_names(self) -> int:
+        """Number of columns that all parts have: the first, and others on the left, unless no other column is left."""
+        on_the_right = (i for i, name in enumerate(self.columns) if name not in self.left)
+        return max(1, next(on_the_right, 1))
+
+    def _extent(self, console: Console, options: ConsoleOptions, column: int) -> Extent:
+        """Return the least width of a column, and that without any wrapping."""
+        unlimited = options.update(max_width=1 << 16)
+        heading = Extent.get(console, unlimited, self.columns[column])
+        cells = measure_renderables(console, unlimited, [cells[column] for cells, _ in self._rows] or [""])
+        is_text = self.columns[column] in self.left
+        return Extent(
+            max(heading.minimum, cells.minimum if is_text else cells.maximum), max(heading.maximum, cells.maximum)
+        )
+
+    def _parts(self, extents: Sequence[Extent], width: int) -> Iterator[list[int]]:
+        """Divide the columns among tables that fit."""
+        names = list(range(self._num_names))
+        part = [*names]
+        for i in range(len(names), len(extents)):
+            if len(part) > len(names) and _total([extents[each] for each in [*part, i]]) > width:
+                yield part
+                part = [*names]
+            part.append(i)
+        yield part
+
+    def _part(self, part: Sequence[int], widths: Sequence[int]) -> Table:
+        table = Table()
+        for i, width in zip(part, widths, strict=True):
+            is_left = self.columns[i] in self.left
+            table.add_column(self.columns[i], justify="left" if is_left else "right", overflow="fold", width=width)
+        for cells, ends_section in self._rows:
+            if any(cells[i] for i in part[self._num_names :]):
+                table.add_row(*(cells[i] for i in part), end_section=ends_section)
+        return table
+
+    def _list(self, part: Sequence[int]) -> Text:
+        """Return a line for each row: its names, and heading and cell of each other column."""
+        names, others = part[: self._num_names], part[self._num_names :]
+        lines = [
+            " ".join([*(cells[i] for i in names), *(f"{' '.join(self.columns[i].split())} {cells[i]}" for i in others)])
+            for cells, _ in self._rows
+        ]
+        return Text.from_markup("\n".join(lines))
+
+
+def _total(extents: Sequence[Extent]) -> int:
+    """Return the least width of a table with these columns."""
+    return _BORDER + sum(extent.minimum + _PADDING for extent in extents)
+
+
+def _widths(extents: Sequence[Extent], width: int) -> list[int]:
+    """Return the width of each column of a table that fits: what it needs, narrow columns first.
+
+    >>> _widths([Extent(3, 3), Extent(4, 5), Extent(4, 90), Extent(4, 90)], 48)
+    [3, 5, 13, 14]
+    """
+    widths, left = [extent.minimum for extent in extents], width - _total(extents)
+    missing = sorted((extent.maximum - extent.minimum, i) for i, extent in enumerate(extents))
+    for num_done, (more, i) in enumerate(missing):
+        given = min(more, left // (len(missing) - num_done))
+        widths[i] += given
+        left -= given
+    return widths
 
 
 def verified_cell(is_right: bool) -> str:

@@ -16,7 +16,7 @@ from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import describe_origin, new_table
+from fusco.cli.tables import ResultTable, describe_origin
 from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.core.requirements import check_cuda_core, check_fsdp
 
@@ -147,7 +147,8 @@ def _run(
             limit_s=_LIMIT_S,
         )
     except Interrupted as interrupt:
-        kept = f"; the steps until then are in {json}" if json and json != STDOUT else ""
+        has_steps = json is not None and json != STDOUT and json.is_file() and json.stat().st_size > 0
+        kept = f"; the steps until then are in {json}" if has_steps else ""
         raise (Terminated if isinstance(interrupt, Terminated) else Interrupted)(kept) from interrupt
     return results[0] if results else None
 
@@ -180,7 +181,7 @@ def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> 
         soft_wrap=True,
     )
     ratio = [f"{records[1].dispatcher} / {one.dispatcher}"] if len(records) == 2 else []
-    table = new_table("", ["", *(record.dispatcher for record in records), *ratio])
+    table = ResultTable("", ["", *(record.dispatcher for record in records), *ratio])
     for label, name, form, unit in _ROWS:
         values = [getattr(record, name) for record in records]
         if name == "peak_memory_gib" and not any(values):

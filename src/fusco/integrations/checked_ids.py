@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusco.core.compiled import compiled
@@ -23,7 +24,7 @@ def require_ranks_of(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num
 
     Ids are (num_tokens, num_topk), ranks bool (num_tokens, num_ranks). On CUDA the host waits for the device.
     """
-    ids, is_in = topk_idx.cpu().contiguous().numpy(), is_token_in_rank.cpu().contiguous().numpy()
+    ids, is_in = topk_idx.cpu().long().contiguous().numpy(), is_token_in_rank.cpu().contiguous().numpy()
     num_local = num_experts // is_in.shape[1]
     if (token := int(_first_contradiction(ids, is_in, num_experts, num_local))) < 0:
         return
@@ -38,6 +39,11 @@ def require_ranks_of(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num
         f"is_token_in_rank[{token}] is true for ranks {is_in[token].nonzero()[0].tolist()}, but topk_idx[{token}] = "
         f"{ids[token].tolist()} are experts of ranks {of_ids}, with {num_local} each"
     )
+
+
+def warm_up_checked_ids() -> None:
+    """Compile the check of ids, or load it from the disk cache."""
+    _first_contradiction(np.zeros((0, 1), np.int64), np.zeros((0, 1), np.bool_), 1, 1)
 
 
 @compiled()

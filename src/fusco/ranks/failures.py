@@ -10,6 +10,7 @@ from itertools import groupby
 
 from fusco.core.errors import FuscoError, PeerFailureError, RejectedInputError
 
+_LOST_CONNECTION = "gloo/transport"  # in the text of a plain RuntimeError
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 
 
@@ -21,6 +22,7 @@ class RankFailure:
     traceback: str = ""  # of the error, if one was raised
     says_enough: bool = True  # whether the sentence explains a mistake of the caller or a limit of the machine
     cause: str = ""  # for an error that follows from another rank's, that rank's failure; empty for all others
+    has_died: bool = False  # whether its process has
 
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
@@ -51,14 +53,14 @@ class RankFailedError(RuntimeError):
     def __init__(self, failures: Mapping[int, RankFailure], late: str = "") -> None:
         lines = _summarize(failures)
         self.summary = "\n".join([*lines, late] if late else lines)
-        tracebacks, of_others = dict[str, str](), list[str]()  # by sentence, and of ranks that failed because of others
-        for rank, each in failures.items():
-            if each.traceback and each.cause:
-                of_others.append(f"rank {rank}:\n{each.traceback}")
-            elif each.traceback:
+        roots = {rank: each for rank, each in failures.items() if not each.cause} or dict(list(failures.items())[:1])
+        tracebacks = dict[str, str]()  # of root causes, by sentence
+        for rank, each in roots.items():
+            if each.traceback:
                 tracebacks.setdefault(each.sentence, f"rank {rank}:\n{each.traceback}")
-        needed = {each.sentence for each in failures.values() if not each.says_enough}
+        needed = {each.sentence for each in roots.values() if not each.says_enough}
         self.unexpected = "\n".join(text for sentence, text in tracebacks.items() if sentence in needed)
+        of_others = [f"rank {rank}:\n{each.traceback}" for rank, each in failures.items() if each.cause]
         super().__init__("\n".join([self.summary, *(tracebacks.values() or of_others[:1])]))
 
 
@@ -69,14 +71,17 @@ class ReportedElsewhereError(RuntimeError):
 def _cause(error: BaseException) -> str:
     if isinstance(error, PeerFailureError):
         return error.reason
+    # PyTorch's DistError, by name: the command line starts without PyTorch.
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__) or _LOST_CONNECTION in str(error):
+        return "torch.distributed lost a connection to another rank"
     return str(error) if isinstance(error, RejectedInputError) else ""
 
 
 def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
-    """Describe root causes in full; of the ranks that failed because of others, list all or describe one."""
+    """Describe root causes in full, dead processes first; of ranks that failed because of others list all or one."""
     sentence_to_ranks: dict[str, list[int]] = {}
     cause_to_ranks: dict[str, list[int]] = {}
-    for rank, failure in sorted(failures.items()):
+    for rank, failure in sorted(failures.items(), key=lambda item: (not item[1].has_died, item[0])):
         if failure.cause:
             cause_to_ranks.setdefault(failure.cause, []).append(rank)
         else:

@@ -151,7 +151,7 @@ class LocalWorld:
 
     def _death(self, rank: int) -> RankFailure:
         self.processes[rank].join(timeout=1.0)  # its pipe may close before it has ended
-        return RankFailure(f"its process died with exit code {self.processes[rank].exitcode}")
+        return RankFailure(_how_it_died(self.processes[rank].exitcode), has_died=True)
 
     def close(self) -> None:
         """End the processes; those that do not exit within a limit are killed."""
@@ -175,6 +175,16 @@ class LocalWorld:
         if error is not None:
             self.kill()  # they may be in a call that does not return
         self.close()
+
+
+def _how_it_died(code: int | None) -> str:
+    """Return the end of a process as a sentence.
+
+    >>> _how_it_died(3), _how_it_died(-9)
+    ('its process died with exit code 3', 'its process died with exit code -9 (SIGKILL)')
+    """
+    died = f"its process died with exit code {code}"
+    return f"{died} ({signal.Signals(-code).name})" if code and -code in set(signal.Signals) else died
 
 
 def _start(process: BaseProcess, rank: int) -> None:

@@ -80,6 +80,23 @@ def test_several_tensors_return_together_without_weights(comm):
     assert (second.tolist(), second.dtype) == ([[2.0], [1.0]], torch.bfloat16)
 
 
+def test_rows_of_any_shape_return_in_it(comm):
+    sent = comm.dispatch(torch.zeros(2, 1), IDS, WEIGHTS)
+    rows = torch.arange(12.0).view(3, 2, 2)
+    cubes, transposed, scalars, flags = comm.combine_all(
+        [rows, rows.transpose(1, 2), rows[:, 0, 0], rows.view(3, 1, 4, 1)], sent.handle
+    )
+    expected = torch.stack([rows[0] + rows[1], rows[2]])
+    assert torch.equal(cubes, expected)
+    assert torch.equal(transposed, expected.transpose(1, 2))
+    assert torch.equal(scalars, expected[:, 0, 0])
+    assert torch.equal(flags, expected.view(2, 1, 4, 1))
+    assert comm.combine_all([torch.zeros(2, 1).requires_grad_()[:0]], comm.dispatch(rows[:0], IDS[:0]).handle)
+    for wrong in (rows[:2], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"y must be \(3, hidden\), as dispatch returned, got \("):
+            comm.combine_all([wrong], sent.handle)
+
+
 def test_weights_go_to_rows_and_values_of_rows_come_back(comm):
     sent = comm.dispatch(torch.zeros(2, 1), IDS)
     assert comm.dispatch_weights(torch.tensor([[5.0, 6.0], [7.0, 8.0]]), sent.handle).tolist() == [6.0, 5.0, 7.0]

@@ -109,7 +109,7 @@ def text_of(show, records):
 def test_the_table_between_nodes(ranks):
     records = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "set: NCCL_HOSTID=a | b")
     shown = text_of(print_internode_records, records)
-    assert "2 nodes x 1 GPUs" in shown
+    assert "2 nodes x 1 ranks" in shown
     assert "fusco: output sized exactly" in shown
     assert "5.00 with one rank, 6.25 with all of other nodes" in shown
     assert "emulated on one machine" in shown
@@ -140,7 +140,7 @@ def test_the_table_within_a_node(ranks):
     }
     records[1] = dataclasses.replace(records[1], loop_ms=7.5)
     shown = text_of(print_device_records, records)
-    assert "2 GPUs" in shown
+    assert "2 ranks" in shown
     assert " 3.00 " in re.search("fusco  .*", shown)[0]  # the baseline's 7.5 in a row, over 2.5
     assert "copy engine 380 pulling, 400 pushing" in shown
     assert "multiprocessors taken by fusco: dispatch 3, combine 2" in shown

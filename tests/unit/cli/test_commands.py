@@ -12,12 +12,10 @@ from typing import get_args
 
 import pytest
 from command_line import ROOT, run
-from rich.console import Console
 
 import fusco
 from fusco.bench.names import Pattern
 from fusco.cli import main
-from fusco.cli.tables import new_table
 from fusco.core.requirements import (
     LEAST_OF_FSDP,
     RequirementError,
@@ -437,13 +435,3 @@ run()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
-def test_narrow_tables_leave_out_nothing():
-    table = new_table("", ("", *(f"time {i}, ms" for i in range(9))))
-    table.add_row("no-balancer", *("12.345",) * 9)
-    console = Console(width=60, file=io.StringIO())
-    console.print(table)
-    shown = console.file.getvalue()
-    assert "no-balancer" in shown
-    assert "…" not in shown

@@ -1,13 +1,16 @@
-"""Options of ``fusco train``: presets that go together, and names that are those of the library."""
+"""``fusco train`` without ranks: presets that go together, names of the library, what is said of steps."""
 
+import io
 from typing import get_args, get_type_hints
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fusco.cli import train as cli_train
 from fusco.cli.main import app
 from fusco.cli.options import Device
+from fusco.cli.running import Interrupted, StepProgress
 from fusco.cli.train import train
 from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.ranks import torchrun
@@ -44,6 +47,37 @@ def test_a_rank_of_torchrun_leaves_reading_the_text_to_its_training(monkeypatch)
     monkeypatch.setattr(text, "load_text", lambda job: pytest.fail("read twice"))
     done = CliRunner().invoke(app, ["train"])
     assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [("", ""), ('{"kind": "step"}\n', "; the steps until then are in {}")], ids=["none", "one"]
+)
+def test_an_interrupted_run_names_its_file_if_there_are_steps_in_it(steps, said, tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="fusco train needs it")
+    out = tmp_path / "train.jsonl"
+
+    def interrupted(*_, **__):
+        out.write_text(steps)
+        raise Interrupted
+
+    monkeypatch.setattr(cli_train, "run_on_ranks", interrupted)
+    with pytest.raises(Interrupted) as interrupt:
+        CliRunner().invoke(app, ["train", "--json", str(out)])
+    assert str(interrupt.value) == said.format(out)
+
+
+def test_the_latest_step_is_shown_whole_below_the_bar():
+    step = (
+        "fusco, step 12: loss 3.123, 122,239 tokens/s, dispatch and combine 12%, busiest expert 1.23 x mean, "
+        "and the rest"
+    )
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None, _environ={})
+    progress = StepProgress(console)
+    progress.add_task(step, total=200, completed=12)
+    console.print(progress.get_renderable())
+    bar, *lines = console.file.getvalue().splitlines()
+    assert "12/200" in bar
+    assert " ".join(" ".join(lines).split()) == step
 
 
 def test_the_large_preset_is_what_it_is_said_to_be():

@@ -42,6 +42,20 @@ def test_repeated_calls_along_handles_return_what_others_do(verb, repeats, repea
     assert (repeats_along_plans(), repeats()[1]) == ((0, 2 * 4) if "sums" in verb else (2 * 4, 0))
 
 
+def test_rows_of_any_shape_return_in_it():
+    def program(comm, _other, _library):
+        x = inputs(comm.rank, 0)[0]
+        (handle,) = handles_of(comm, range(1))
+        rows = rows_like(handle, x)
+        flat, columns = comm.combine_all([rows, rows[:, :1].contiguous()], handle)
+        for _ in range(4):
+            cubes, scalars = comm.combine_all([rows.view(len(rows), 2, 1, -1), rows[:, 0]], handle)
+            assert torch.equal(cubes, flat.view(len(flat), 2, 1, -1))
+            assert torch.equal(scalars, columns.view(-1))
+
+    Node().run(program)
+
+
 def test_handles_of_other_sizes_are_no_repetition(repeats, repeats_along_plans):
     """Rank 1 has fewer tokens for some handles, in others all ranks have fewer experts per token, or no weights."""
 

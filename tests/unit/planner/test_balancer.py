@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from fusco import BALANCERS, Groups, Lanes, Topology, Traffic
 from fusco.planner.balancer import balance_by_rotation, balance_send_and_receive, balance_static, checked_balancer
-from timing import least_median_us
+from timing import relative_time
 
 OF_GROUPS = {name: balance for name, balance in BALANCERS.items() if name != "lanes"}
 
@@ -135,8 +135,7 @@ def test_medians_on_bimodal_loads(num_nodes, static, rotation, best):
 
 def test_balancing_eight_nodes_of_eight_takes_less_than_100_us():
     draws = [random_traffic(8, 8, seed) for seed in range(50)]
-    balance_send_and_receive(draws[0])  # compiled, or loaded, by now
-    assert least_median_us(balance_send_and_receive, draws) < 100
+    assert relative_time(balance_send_and_receive, draws) < 29  # loops of 3.4 us on an idle AMD EPYC
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from fusco import Lanes, Topology, Traffic
 from fusco.planner.balancer import balance_static
 from fusco.planner.lanes import balance_lanes
 from scattered_lanes import ScatteredLanes
-from timing import least_median_us
+from timing import relative_time
 
 SLACK = 1 + 1 / 128
 
@@ -137,8 +137,7 @@ def test_a_rank_with_two_links_carries_twice_as_much():
 
 def test_planning_eight_nodes_of_eight_takes_less_than_150_us():
     draws = bimodal_draws(8, 50)
-    balance_lanes(draws[0])  # compiled, or loaded, by now
-    assert least_median_us(balance_lanes, draws) < 150
+    assert relative_time(balance_lanes, draws) < 44  # loops of 3.4 us on an idle AMD EPYC
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 60), st.integers(0))

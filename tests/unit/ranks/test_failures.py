@@ -1,6 +1,7 @@
 """Failures of ranks as text: each once, with tracebacks only if they are needed."""
 
 import pytest
+from torch.distributed import DistBackendError
 
 from fusco.cli import main
 from fusco.core.errors import PeerFailureError, RejectedInputError, Stall
@@ -66,6 +67,35 @@ def test_one_message_names_the_root_cause_of_all_failures():
     ]
     assert str(error).count("Traceback") == 1, "that of a rank that gave up, as the dead one has none"
     assert "dispatch #3" in str(error)
+
+
+LOST = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6"
+)
+OF_NCCL = DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited or there was a network error")
+
+
+def test_the_culprit_comes_first_without_tracebacks_of_ranks_whose_connections_it_took():
+    died = RankFailure("its process died with exit code -9 (SIGKILL)", has_died=True)
+    failures = {0: raised(LOST), 1: raised(OF_NCCL), 2: raised(gave_up(2, 3, "rank 3 is dead")), 3: died}
+    error = RankFailedError(failures, "rank(s) [4] gave no result within 30 s after another failed")
+    assert error.summary.splitlines() == [
+        "rank 3: its process died with exit code -9 (SIGKILL)",
+        "ranks 0-2: gave up because of that",
+        "rank(s) [4] gave no result within 30 s after another failed",
+    ]
+    assert not error.unexpected
+    first, *_ = RankFailedError({0: raised(KeyError("gone")), 3: died}).summary.splitlines()
+    assert first == "rank 3: its process died with exit code -9 (SIGKILL)"
+
+
+def test_lost_connections_alone_are_told_once_with_a_traceback():
+    error = RankFailedError({1: raised(LOST), 2: raised(LOST)})
+    first, others = error.summary.splitlines()
+    assert first.startswith("rank 1: RuntimeError: [/pytorch/third_party/gloo")
+    assert others == "rank 2: gave up for the same cause as rank 1"
+    assert error.unexpected.startswith("rank 1:\nTraceback")
+    assert error.unexpected.count("Traceback") == 1
 
 
 def test_the_text_has_a_traceback_of_each_root_cause():

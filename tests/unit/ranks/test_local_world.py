@@ -150,7 +150,7 @@ def test_a_rank_that_dies_halfway_is_a_failed_rank(dies):
         os.write(theirs.fileno(), b"\0\0\1\0 of which this is the beginning")
     theirs.close()
     is_ok, failure = world._outcome(0, has_ended=False)
-    assert (is_ok, failure.sentence) == (False, "its process died with exit code -9")
+    assert (is_ok, failure.sentence) == (False, "its process died with exit code -9 (SIGKILL)")
 
 
 def test_environments_must_be_as_many_as_ranks():

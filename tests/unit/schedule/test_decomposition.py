@@ -22,7 +22,7 @@ from fusco.schedule import (
     warm_up,
 )
 from matrices import families
-from timing import least_median_us
+from timing import relative_time
 
 MAX_INT64 = 2**63 - 1
 
@@ -216,11 +216,10 @@ def test_fusco_has_the_module_as_an_attribute():
     assert fusco.schedule.decompose is decompose
 
 
-# Targets of the two modes: FAST's C++ figures divided by 4 and 10. An idle machine takes a fraction of them.
-@pytest.mark.parametrize(
-    ("mode", "num_nodes", "limit_us"), [("exact", 8, 12.5), ("exact", 40, 5600), ("few", 40, 3000)]
-)
-def test_it_is_fast(mode, num_nodes, limit_us):
+# In loops of 3.4 us on an idle AMD EPYC, where these take 2.6 (9 us), 145 and 156: 1.5 times as much fails. The limits
+# in us there, 12.3, 610 and 680, are below a quarter and a tenth of FAST's C++ figures, the targets of the modes.
+@pytest.mark.parametrize(("mode", "num_nodes", "limit"), [("exact", 8, 3.6), ("exact", 40, 180), ("few", 40, 200)])
+def test_it_is_fast(mode, num_nodes, limit):
     warm_up()
     matrices = [families(num_nodes, seed)["uniform"] for seed in range(20)]
-    assert least_median_us(functools.partial(decompose, mode=mode), matrices) < limit_us
+    assert relative_time(functools.partial(decompose, mode=mode), matrices) < limit
