@@ -33,7 +33,7 @@ import torch
 
 import fusco
 from bench_gpu import folder, run_limited
-from fusco.bench.environment import commit
+from fusco.bench.harness.environment import commit
 from fusco.core.files import written_beside
 
 TOOLS = Path(__file__).parent

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fusco
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.harness.environment import commit, hardware, versions
+from fusco.bench.harness.stopwatch import Stopwatch
 from fusco.bench.prefill.gate import relative_error
-from fusco.bench.stopwatch import Stopwatch
 from fusco.core.files import written_beside
 from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network

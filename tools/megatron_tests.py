@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 import fusco
 from bench_gpu import folder
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.harness.environment import commit, hardware, versions
 from megatron_steps import do_without_transformer_engine
 from without_cuda import without_cuda
 

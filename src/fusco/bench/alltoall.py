@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.stopwatch import RankTimer
+from fusco.bench.harness.environment import Measurement, hardware
+from fusco.bench.harness.links import LinkPeaks, measure_links
+from fusco.bench.harness.stopwatch import RankTimer
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology

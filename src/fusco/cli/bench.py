@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fusco.bench import names
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 from rich.console import Console
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
@@ -20,8 +20,8 @@ from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeRecord, ExchangeResult, ExchangeRun
-    from fusco.bench.links import LinkPeaks
-    from fusco.bench.traffic import Workload
+    from fusco.bench.harness.links import LinkPeaks
+    from fusco.bench.inputs.traffic import Workload
 
 
 @with_groups
@@ -56,7 +56,7 @@ def alltoall(
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
     from fusco.bench.alltoall import ExchangeRun, summarize
-    from fusco.bench.matrices import make_rank_bytes
+    from fusco.bench.inputs.matrices import make_rank_bytes
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
@@ -103,7 +103,7 @@ def alltoall(
 
 def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
     """Return the trace on consecutive experts, as evenly as the number of ranks allows."""
-    from fusco.bench.traffic import Trace, Workload
+    from fusco.bench.inputs.traffic import Trace, Workload
     from fusco.core.placement import ExpertPlacement
 
     num_experts, world_size = routing.num_experts, topology.world_size

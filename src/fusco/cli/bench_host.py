@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from fusco.bench.host import HostRecord
+    from fusco.bench.host.times import HostRecord
 
 
 def host(
@@ -39,7 +39,7 @@ def host(
     With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
     from a run of their own, and include the clocks that are read around each.
     """
-    from fusco.bench.host import HostRun, measure_host, records_of
+    from fusco.bench.host.times import HostRun, measure_host, records_of
 
     console, records = new_console(json), []
     on = "cuda" if device == "cuda" else "cpu"

@@ -9,13 +9,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import collect, new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from fusco.bench.offload import OffloadRecord
+    from fusco.bench.offload.copies import OffloadRecord
 
 _MB = 1 << 20
 
@@ -34,7 +34,7 @@ def offload(
     """
     import torch
 
-    from fusco.bench.offload import BENCHMARKS, run
+    from fusco.bench.offload.copies import BENCHMARKS, run
 
     names = options.choose_names(only, list(BENCHMARKS), "only")
     if not torch.cuda.is_available():

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import MAX_CASE_S
 from fusco.cli import options
 from fusco.cli.running import collect, new_console

@@ -10,13 +10,13 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import describe_origin, new_table
 
 if TYPE_CHECKING:
-    from fusco.bench.schedules import ScheduleRecord
+    from fusco.bench.schedule import ScheduleRecord
 
 
 def schedule(
@@ -31,7 +31,7 @@ def schedule(
 
     One call from Python each, on one core; every schedule is verified. Exit code 1 if one is wrong.
     """
-    from fusco.bench.schedules import MODES, NUM_NODES, measure_schedules
+    from fusco.bench.schedule import MODES, NUM_NODES, measure_schedules
 
     console, sizes = new_console(json), nodes or NUM_NODES
     total, measuring = len(sizes) * len(MODES), measure_schedules(sizes, draws, seed)

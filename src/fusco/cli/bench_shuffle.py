@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from fusco.bench import names
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.variants import choose_variants, recorded_variant
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.shuffle.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
@@ -22,10 +22,10 @@ from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from fusco.bench.device_results import DeviceRecord, InternodeRecord
-    from fusco.bench.device_shuffle import DeviceResult
-    from fusco.bench.results import ShuffleRecord
-    from fusco.bench.shuffle_run import ShuffleRun
+    from fusco.bench.shuffle.device_results import DeviceRecord, InternodeRecord
+    from fusco.bench.shuffle.device_shuffle import DeviceResult
+    from fusco.bench.shuffle.results import ShuffleRecord
+    from fusco.bench.shuffle.run import ShuffleRun
 
     Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
 
@@ -88,7 +88,7 @@ def shuffle(
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.shuffle_run import ShuffleRun
+    from fusco.bench.shuffle.run import ShuffleRun
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.planner.balancer import DEFAULT_BALANCERS
@@ -146,11 +146,11 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
     """Return each rank's measurements; problems of the machine raise before any process starts."""
     num_ranks = run.topology.world_size
     if run.device == "cuda":
-        from fusco.bench.device_shuffle import run_device_rank
+        from fusco.bench.shuffle.device_shuffle import run_device_rank
 
         return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
-    from fusco.bench.shuffle import run_rank
-    from fusco.bench.traffic import world_bytes
+    from fusco.bench.inputs.traffic import world_bytes
+    from fusco.bench.shuffle.ranks import run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
@@ -160,8 +160,8 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:
     """Return the records of a run, and the function that prints those of a workload."""
-    from fusco.bench.device_results import summarize_device, summarize_internode
-    from fusco.bench.results import summarize
+    from fusco.bench.shuffle.device_results import summarize_device, summarize_internode
+    from fusco.bench.shuffle.results import summarize
     from fusco.cli import shuffle_tables as tables
     from fusco.ranks.torchrun import launched
 
@@ -174,7 +174,7 @@ def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
-    from fusco.bench.environment import commit
+    from fusco.bench.harness.environment import commit
 
     for i, workload in enumerate(run.workloads):
         traffic = workload.pattern

@@ -11,7 +11,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import new_table

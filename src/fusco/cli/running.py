@@ -19,7 +19,7 @@ from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
-    from fusco.bench.offload import OffloadRecord
+    from fusco.bench.offload.copies import OffloadRecord
     from fusco.bench.rails.record import RailsRecord
     from fusco.ranks.torchrun import Launched
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from fusco.bench.device_results import DeviceRecord, InternodeRecord
-from fusco.bench.results import ShuffleRecord, VariantRecord, gains_of
-from fusco.bench.variants import VARIANTS
+from fusco.bench.shuffle.device_results import DeviceRecord, InternodeRecord
+from fusco.bench.shuffle.results import ShuffleRecord, VariantRecord, gains_of
+from fusco.bench.shuffle.variants import VARIANTS
 from fusco.cli.tables import describe_origin, new_table, verified_cell
 
 # Name of a figure, and its row on the CPU.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from fusco.bench.environment import Measurement
+    from fusco.bench.harness.environment import Measurement
 
 
 def new_table(title: str, columns: Sequence[str], notes: Sequence[str] = (), *, left: Sequence[str] = ("",)) -> Table:

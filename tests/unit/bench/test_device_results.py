@@ -11,12 +11,12 @@ from rich.console import Console
 from workloads import workload
 
 from fusco import Settings
-from fusco.bench.device_results import summarize_device, summarize_internode
-from fusco.bench.device_shuffle import DeviceResult, DeviceTimes
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.links import DevicePeaks, InternodePeaks
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Trace
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.links import DevicePeaks, InternodePeaks
+from fusco.bench.inputs.traffic import Trace
+from fusco.bench.shuffle.device_results import summarize_device, summarize_internode
+from fusco.bench.shuffle.device_shuffle import DeviceResult, DeviceTimes
+from fusco.bench.shuffle.run import ShuffleRun
 from fusco.cli.shuffle_tables import print_device_records, print_internode_records
 from fusco.core.profile import CallProfile
 

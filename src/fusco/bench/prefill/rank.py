@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
 from fusco.bench.prefill.iterations import Iteration, measure
 from fusco.bench.prefill.job import PrefillJob
@@ -19,7 +20,6 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
-from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, commit, hardware, versions
+from fusco.bench.harness.environment import Measurement, commit, hardware, versions
+from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.iterations import Iteration
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.prefill.variants import deep_ep_version
-from fusco.bench.prompts import describe_prompts, prompt_lengths
 
 
 @dataclass(frozen=True, kw_only=True)

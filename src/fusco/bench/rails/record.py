@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, versions
+from fusco.bench.harness.environment import Measurement, versions
 from fusco.testbed import Testbed
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.internode_bytes import busiest_rows, internode_rows
-from fusco.bench.shuffle import Iteration, RankResult
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.stopwatch import others_share
-from fusco.bench.traffic import Workload, internode_rows_lower_bound
-from fusco.bench.variants import DEDUPLICATED, balancer_of, has_fixed_messages
+from fusco.bench.harness.environment import Measurement, hardware
+from fusco.bench.harness.stopwatch import others_share
+from fusco.bench.inputs.traffic import Workload, internode_rows_lower_bound
+from fusco.bench.shuffle.internode_bytes import busiest_rows, internode_rows
+from fusco.bench.shuffle.ranks import Iteration, RankResult
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.variants import DEDUPLICATED, balancer_of, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from fusco.bench.device_shuffle import DeviceResult
-from fusco.bench.results import InternodeBytesRecord, VariantRecord, describe_internode_bytes, describe_variant
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Workload, internode_rows_lower_bound
+from fusco.bench.inputs.traffic import Workload, internode_rows_lower_bound
+from fusco.bench.shuffle.device_shuffle import DeviceResult
+from fusco.bench.shuffle.results import InternodeBytesRecord, VariantRecord, describe_internode_bytes, describe_variant
+from fusco.bench.shuffle.run import ShuffleRun
 from fusco.core.profile import CallProfile
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.stopwatch import CoreTimes
-from fusco.bench.traffic import Workload, WorldInput
-from fusco.bench.verification import verify
+from fusco.bench.harness.links import LinkPeaks, measure_links
+from fusco.bench.harness.stopwatch import CoreTimes
+from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.verification import verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 

@@ -46,7 +46,7 @@ def commit() -> str:
 
     A repository that encloses an installation, such as one with a virtual environment in it, is not fusco's.
     """
-    return describe_commit(Path(__file__).parents[1])
+    return describe_commit(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.offload_peer import Peer
-from fusco.bench.worker import Worker
+from fusco.bench.harness.environment import Measurement, hardware
+from fusco.bench.harness.worker import Worker
+from fusco.bench.offload.peer import Peer
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
