@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.table import Table
 
-from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
+from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, new_table
 from fusco.core.topology import Topology
@@ -64,9 +64,7 @@ def host(
         measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
-        console.print(_table(records))
-    if json and records:
-        write_json_lines(records, json)
+        report(records, [_table(records)], console, json)
 
 
 def _table(records: list[HostRecord]) -> Table:

@@ -57,7 +57,6 @@ def make_rank_bytes(
     matrix: ExchangeMatrix,
     num_ranks: int,
     bytes_per_rank: int,
-    *,
     skew: float = 0.0,
     seed: int = 0,
     workload: Workload | None = None,

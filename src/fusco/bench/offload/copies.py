@@ -52,6 +52,11 @@ class OffloadRecord(Measurement):
     results: dict[str, float]  # measured values by name, with units. GB/s are 1e9 bytes.
     hardware: dict[str, str | int | float] = field(default_factory=lambda: hardware("cuda"), kw_only=True)
 
+    @property
+    def title(self) -> str:
+        """Title of a table of such records."""
+        return self.benchmark
+
 
 class Memory:
     """The largest pair of tensors on one GPU and in pinned host memory; smaller ones are parts of it."""

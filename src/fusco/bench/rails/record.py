@@ -26,6 +26,13 @@ class RailsRecord(Measurement):
     results: dict[str, float]  # measured values by name, with units
     versions: dict[str, str] = field(default_factory=lambda: versions("pyroute2"), kw_only=True)
 
+    @property
+    def title(self) -> str:
+        """Title of a table of such records."""
+        analogue = "" if self.analogue == "none" else f" (FuseLink, {self.analogue})"
+        rails = f"{self.num_rails} rails of {self.bits_per_s / 1e9:g} Gbit/s"
+        return f"{self.benchmark}{analogue}: {self.num_hosts} hosts, {rails}"
+
 
 class CaseResult(NamedTuple):
     """What a benchmark yields for each case: fields of a ``RailsRecord``."""
