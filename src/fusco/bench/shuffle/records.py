@@ -1,21 +1,14 @@
-"""One record for each variant, made of all ranks' measurements, as it is printed and written."""
+"""One record for each workload and variant, as it is printed and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 import numpy as np
 
-from fusco.bench.harness.environment import Measurement, hardware
-from fusco.bench.harness.stopwatch import others_share
-from fusco.bench.inputs.traffic import Workload, internode_rows_lower_bound
-from fusco.bench.shuffle.internode_bytes import busiest_rows, internode_rows
-from fusco.bench.shuffle.ranks import Iteration, RankResult
-from fusco.bench.shuffle.run import ShuffleRun
-from fusco.bench.shuffle.variants import DEDUPLICATED, balancer_of, has_fixed_messages
+from fusco.bench.harness.environment import Measurement
+from fusco.bench.shuffle.variants import DEDUPLICATED, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +36,11 @@ class VariantRecord(Measurement):
     trace: str
     trace_repeats: float
     errors: list[str]
+
+    @property
+    def is_right(self) -> bool:
+        """Outputs are as specified."""
+        return self.verified
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +95,55 @@ class ShuffleRecord(InternodeBytesRecord):
     copy_peak_gbs: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceRecord(VariantRecord):
+    """One variant's line, within a node. Times in milliseconds: medians of the slowest rank's, see ``DeviceTimes``.
+
+    ``None`` means that the variant was not timed. ``remote_row_bytes`` is the maximum over ranks of the rows that a
+    rank must receive from others, each row once; ``dispatch_gbs`` and ``combine_gbs`` are those bytes over the time,
+    and the ``_of_peak`` fractions compare them with the copy engine (pulling for dispatch, pushing for combine).
+    """
+
+    dispatch_ms: float | None
+    combine_ms: float | None
+    total_ms: float | None
+    loop_ms: float | None
+    idle_ms: float | None
+    remote_row_bytes: int
+    dispatch_gbs: float | None
+    combine_gbs: float | None
+    dispatch_of_peak: float | None
+    combine_of_peak: float | None
+    num_sms: dict[str, int]
+    kernel_us: dict[str, float]
+    peaks: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternodeRecord(InternodeBytesRecord):
+    """One variant's line, between nodes. Times in milliseconds: medians of the slowest rank's, see ``DeviceTimes``.
+
+    ``empty_bytes`` are those of rows without a token, which are not among ``internode_row_bytes``. ``bound_ms`` is the
+    time of ``busiest_rank_bytes`` at ``internode_peak_gbs``, and the ``_over_bound`` ratios are
+    the times over it: 1 means that the network of the busiest rank was never idle. ``emulation`` says which variables
+    the benchmark set so that nodes of one machine communicate over the network only; empty on a cluster.
+    """
+
+    dispatch_ms: float
+    combine_ms: float
+    total_ms: float
+    loop_ms: float
+    idle_ms: float
+    empty_bytes: int
+    bound_ms: float
+    dispatch_over_bound: float | None
+    combine_over_bound: float | None
+    combine_metadata_bytes: int
+    num_sms: dict[str, int]
+    peaks: dict[str, float]
+    emulation: str
+
+
 @dataclass(frozen=True)
 class Gain:
     """Ratio of a variant to the first one, in the same batches: of the time and of the busiest rank's rows."""
@@ -122,98 +169,3 @@ def gains_of(records: Sequence[ShuffleRecord]) -> list[Gain]:
         figures = [float(figure) for ratio in ratios for figure in (np.median(ratio), np.quantile(ratio, 0.99))]
         gains.append(Gain(name, *figures))
     return gains
-
-
-def summarize(run: ShuffleRun, ranks: Sequence[Sequence[RankResult]]) -> list[ShuffleRecord]:
-    """Return one record for each workload and variant, from all ranks' results."""
-    records = []
-    for workload, *of_ranks in zip(run.workloads, *ranks, strict=True):
-        bound = internode_rows_lower_bound(workload) * workload.bytes_per_token
-        records += [_summarize_variant(variant, workload, run, of_ranks, bound) for variant in run.variants]
-    return records
-
-
-def describe_variant(variant: str, workload: Workload, run: ShuffleRun, errors: list[str]) -> dict[str, Any]:
-    """Return the fields of a ``VariantRecord``."""
-    return {
-        "variant": variant,
-        "traffic": workload.pattern,
-        "nodes": workload.topology.num_nodes,
-        "ranks_per_node": workload.topology.ranks_per_node,
-        "batch": workload.batch.number if workload.batch else 0,
-        "tokens": workload.tokens,
-        "all_tokens": sum(map(workload.num_tokens, range(workload.topology.world_size))),
-        "hidden": workload.hidden,
-        "num_experts": workload.placement.num_experts,
-        "num_topk": workload.num_topk,
-        "dtype": str(workload.dtype).removeprefix("torch."),
-        "device": run.device,
-        "verified": not errors,
-        "num_iterations": run.num_iterations,
-        "trace": workload.trace.name if workload.trace else "",
-        "trace_repeats": round(workload.num_repeats, 3),
-        "hardware": hardware(run.device),
-        "errors": errors,
-    }
-
-
-def describe_internode_bytes(
-    variant: str, workload: Workload, run: ShuffleRun, errors: list[str], bytes_sent: tuple[int, int]
-) -> dict[str, Any]:
-    """Return the fields of an ``InternodeBytesRecord`` except the lower bound, the metadata and the peak.
-
-    ``bytes_sent`` are the bytes of rows that all ranks sent between nodes in a dispatch and in a combine. If they are
-    not what the routing requires of the variant, that is an error.
-    """
-    rows = internode_rows(variant, workload, run.balancer, run.device)
-    expected = int(rows.sum()) * workload.bytes_per_token
-    for operation, seen in zip(("dispatch", "combine"), bytes_sent, strict=True):
-        if seen != expected:
-            errors = [*errors, f"{operation} sent {seen} bytes of rows between nodes, its plan requires {expected}"]
-    return {
-        **describe_variant(variant, workload, run, errors),
-        "balancer": balancer_of(variant, run.balancer, run.device),
-        "internode_row_bytes": bytes_sent[0],
-        "combine_internode_row_bytes": bytes_sent[1],
-        "busiest_rank_bytes": busiest_rows(rows) * workload.bytes_per_token,
-    }
-
-
-def _summarize_variant(
-    variant: str, workload: Workload, run: ShuffleRun, ranks: Sequence[RankResult], bound: int
-) -> ShuffleRecord:
-    per_rank = [rank.iterations[variant] for rank in ranks]
-
-    def milliseconds(*parts: Callable[[Iteration], float]) -> float:
-        """Return the median over iterations of the sum of each part's slowest rank."""
-        iterations = zip(*per_rank, strict=True)
-        return round(median(sum(max(map(part, ranks)) for part in parts) for ranks in iterations) * 1e3, 3)
-
-    def both(name: str) -> float:
-        return milliseconds(lambda it: float(getattr(it.dispatch, name)) + float(getattr(it.combine, name)))
-
-    last = [iterations[-1] for iterations in per_rank]
-    errors = [error for rank in ranks for error in rank.errors[variant]]
-    bytes_sent = (
-        sum(it.dispatch.internode_row_bytes for it in last),
-        sum(it.combine.internode_row_bytes for it in last),
-    )
-    described = describe_internode_bytes(variant, workload, run, errors, bytes_sent)
-    return ShuffleRecord(
-        **described,
-        dispatch_ms=milliseconds(lambda it: it.dispatch_s),
-        combine_ms=milliseconds(lambda it: it.combine_s),
-        total_ms=milliseconds(lambda it: it.dispatch_s, lambda it: it.combine_s),
-        bound_ms=round(described["busiest_rank_bytes"] / run.rank_gbs / 1e6, 3) if run.rank_gbs else 0.0,
-        other_cores_share=others_share([[it.cores for it in rank] for rank in per_rank]) if run.rank_gbs else 0.0,
-        planning_ms=both("planning_s"),
-        staging_ms=both("staging_s"),
-        wire_ms=both("wire_s"),
-        rearranging_ms=both("rearranging_s"),
-        internode_row_bytes_lower_bound=bound,
-        intranode_row_bytes=sum(it.dispatch.intranode_row_bytes for it in last),
-        lane_row_bytes=sum(it.dispatch.lane_row_bytes for it in last),
-        metadata_bytes=sum(it.dispatch.internode_metadata_bytes for it in last),
-        internode_peak_gbs=round(ranks[0].links.internode.best_gbs, 3),
-        copy_peak_gbs=round(median(rank.links.copy_gbs for rank in ranks), 3),
-    )
