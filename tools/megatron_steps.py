@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -24,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fusco
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.harness.environment import Measurement, hardware, versions
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.stopwatch import Stopwatch
 from fusco.bench.prefill.gate import relative_error
-from fusco.bench.stopwatch import Stopwatch
-from fusco.core.files import written_beside
 from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.local_world import LocalWorld
@@ -61,6 +60,23 @@ class Shape:
 
 
 SMALL = Shape(layers=2, hidden=64, inner=64, num_experts=8, num_topk=2, tokens=64, steps=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsRecord(Measurement):
+    """Both runs; times are medians of the slowest rank, differences the largest."""
+
+    kind: str = "megatron"
+    losses: dict[str, list[float]]  # of each step, by backend
+    max_loss_difference: float
+    max_norm_difference: float
+    max_output_difference: float
+    verified: bool
+    alltoall_layer_ms: float
+    alltoall_step_ms: float
+    hybridep_layer_ms: float
+    hybridep_step_ms: float
+    shape: Shape
 
 
 @dataclass
@@ -225,27 +241,22 @@ def main() -> int:
     outputs_apart = float(torch.cat(errors).max())
     is_verified = apart <= _LOSS_LIMIT and norms_apart <= _NORM_LIMIT and outputs_apart <= _OUTPUT_LIMIT
     ms = {
-        backend: {
-            what: round(max(median(rank[backend][what]) for rank in ranks), 3) for what in ("layer_ms", "step_ms")
-        }
+        f"{backend}_{what}": round(max(median(rank[backend][what]) for rank in ranks), 3)
         for backend in BACKENDS
+        for what in ("layer_ms", "step_ms")
     }
-    record = {
-        "kind": "megatron",
-        "losses": losses,
-        "max_loss_difference": apart,
-        "max_norm_difference": norms_apart,
-        "max_output_difference": outputs_apart,
-        "verified": is_verified,
-        **{f"{backend}_{what}": value for backend, of in ms.items() for what, value in of.items()},
-        "shape": asdict(shape),
-        "versions": versions("megatron-core"),
-        "hardware": hardware(chosen.device),
-        "commit": commit(),
-    }
-    if chosen.json:
-        with written_beside(chosen.json) as beside:
-            beside.write_text(json.dumps(record) + "\n")
+    record = StepsRecord(
+        losses=losses,
+        max_loss_difference=apart,
+        max_norm_difference=norms_apart,
+        max_output_difference=outputs_apart,
+        verified=is_verified,
+        **ms,
+        shape=shape,
+        versions=versions("megatron-core"),
+        hardware=hardware(chosen.device),
+    )
+    write_json_lines([record], chosen.json)
     sys.stdout.write(
         f"losses of {shape.steps} steps: {losses['alltoall'][0]:.4f} to {losses['alltoall'][-1]:.4f}, at most "
         f"{apart:.5f} nats apart (limit {_LOSS_LIMIT})\nin the first step, losses' gradients of experts "
@@ -253,7 +264,7 @@ def main() -> int:
         f"({_OUTPUT_LIMIT:.0%})\n"
     )
     for what in ("layer_ms", "step_ms"):
-        times = [ms[backend][what] for backend in BACKENDS]
+        times = [ms[f"{backend}_{what}"] for backend in BACKENDS]
         sys.stdout.write(f"{what}: alltoall {times[0]}, hybridep on fusco {times[1]}: {times[0] / times[1]:.2f} x\n")
     return int(not is_verified)
 

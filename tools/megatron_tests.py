@@ -21,24 +21,25 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fusco
-from bench_gpu import folder
-from fusco.bench.environment import commit, hardware, versions
+from fusco.bench.harness.environment import Measurement, hardware, versions
+from fusco.bench.harness.json_lines import write_json_lines
 from megatron_steps import do_without_transformer_engine
+from parts import folder
 from without_cuda import without_cuda
 
 DEEP_EP = Path(fusco.__file__).parent / "integrations" / "path"
@@ -52,7 +53,8 @@ TESTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A test, the backend, and the sizes of its groups."""
 
     test: str
@@ -61,11 +63,28 @@ class Case(NamedTuple):
     expert_parallel: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaseRecord(Measurement):
+    """A case, as it ended."""
+
+    kind: str = "megatron-test"
+    test: str
+    backend: str
+    tensor_parallel: int
+    expert_parallel: int
+    verified: bool
+    seconds: float
+    errors: list[str]  # by rank, empty where it passed
+    dtype: str = "bfloat16"
+    deep_ep: str  # the file of the module of that name
+    deterministic: bool  # by PyTorch's deterministic algorithms
+
+
 def cases_of(num_ranks: int, backends: Sequence[str] = BACKENDS) -> list[Case]:
     """Return all cases, the most important first.
 
-    >>> [case[2:] for case in cases_of(2)[:12:6]], len(cases_of(4)), len(cases_of(4, ["deepep"]))
-    ([(1, 2), (2, 1)], 18, 9)
+    >>> [case.tensor_parallel for case in cases_of(2)[:12:6]], len(cases_of(4)), len(cases_of(4, ["deepep"]))
+    ([1, 2], 18, 9)
     """
     return [
         Case(test, backend, tensor_parallel, num_ranks // tensor_parallel)
@@ -96,7 +115,7 @@ def run_case(container_class: Any, case: Case) -> str:
     return ""
 
 
-def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any]]:
+def run_cases(folder: Path, device: str, log: Path | None) -> list[CaseRecord]:
     """Run all cases on this rank, which torchrun started; rank 0 writes and returns their records."""
     do_without_transformer_engine()
     _replace_training(device)
@@ -106,9 +125,9 @@ def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any
     backends = [backend for backend in BACKENDS if has_backend[backend]]
     fused_a2a = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
     utilities = importlib.import_module("tests.unit_tests.test_utilities").Utils
-    origin: dict[str, Any] = {"kind": "megatron-test", "dtype": "bfloat16", "versions": versions("megatron-core")}
-    origin |= {"hardware": hardware(device), "commit": commit(), "deep_ep": importlib.import_module("deep_ep").__file__}
-    origin |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    of_run: dict[str, Any] = {"versions": versions("megatron-core"), "hardware": hardware(device)}
+    of_run |= {"deep_ep": str(importlib.import_module("deep_ep").__file__)}
+    of_run |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
     records = []
     for case in cases_of(int(os.environ["WORLD_SIZE"]), backends):
         start = time.monotonic()
@@ -120,21 +139,20 @@ def run_cases(folder: Path, device: str, log: Path | None) -> list[dict[str, Any
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         utilities.destroy_model_parallel()
-        record = {**case._asdict(), "verified": not any(failures), "seconds": round(took, 2), "errors": failures}
+        of_case = {"verified": not any(failures), "seconds": round(took, 2), "errors": failures}
+        record = CaseRecord(**vars(case), **of_case, **of_run)
         if dist.get_rank() == 0:
             _show(record)
             records.append(record)
-            if log:
-                with log.open("a") as lines:
-                    lines.write(json.dumps(origin | record) + "\n")
+            write_json_lines([record], log, appends=True)
     return records
 
 
-def _show(record: dict[str, Any]) -> None:
-    result = "passed" if record["verified"] else "FAILED"
-    name = f"{record['backend']:8} tp {record['tensor_parallel']} ep {record['expert_parallel']} {record['test']:40}"
-    sys.stdout.write(f"{name} {result} {record['seconds']:6.2f} s\n")
-    for rank, error in enumerate(record["errors"]):
+def _show(record: CaseRecord) -> None:
+    result = "passed" if record.verified else "FAILED"
+    name = f"{record.backend:8} tp {record.tensor_parallel} ep {record.expert_parallel} {record.test:40}"
+    sys.stdout.write(f"{name} {result} {record.seconds:6.2f} s\n")
+    for rank, error in enumerate(record.errors):
         if error:
             sys.stdout.write(f"rank {rank}: {error}\n")
     sys.stdout.flush()
@@ -174,9 +192,9 @@ def run_rank(folder: Path, device: str, log: Path | None, *, is_deterministic: b
     with _on(device):
         records = run_cases(folder, device, log)
         if records:
-            passed = sum(record["verified"] for record in records)
+            passed = sum(record.verified for record in records)
             sys.stdout.write(f"{passed} of {len(records)} cases passed on {device}\n")
-    return int(not all(record["verified"] for record in records))
+    return int(not all(record.verified for record in records))
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.bench.baseline import weighted_sum
+from fusco.bench.shuffle.baseline import weighted_sum
 from fusco.reference.weighted_sum import weighted_sum as reference
 from generator import random_of
 

@@ -10,11 +10,11 @@ from rank_setup import Setup
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.bench.baseline import BaselineShuffle
-from fusco.bench.internode_bytes import internode_rows
-from fusco.bench.no_engine import NoEngineShuffle
-from fusco.bench.no_planner import expand, sum_copies
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
+from fusco.bench.shuffle.baseline import BaselineShuffle
+from fusco.bench.shuffle.internode_bytes import internode_rows
+from fusco.bench.shuffle.no_engine import NoEngineShuffle
+from fusco.bench.shuffle.no_planner import expand, sum_copies
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, random_of
 from law import Law

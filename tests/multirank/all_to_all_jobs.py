@@ -16,8 +16,8 @@ from rank_setup import Setup, pause_randomly
 import fusco
 from comparison import assert_same_bits
 from fusco.api import functional
-from fusco.bench.matrices import make_matrix, rows_of_routing
-from fusco.bench.traffic import Trace, Workload
+from fusco.bench.inputs.matrices import make_matrix, rows_of_routing
+from fusco.bench.inputs.traffic import Trace, Workload
 from generator import any_bits, values
 
 # Dtypes and shapes of rows; most have an odd number of bytes, one has none.

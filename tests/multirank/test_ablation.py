@@ -7,7 +7,7 @@ from ablation_jobs import check_baseline, check_no_engine, check_no_planner, dif
 from rank_setup import Setup
 
 from fusco import ExpertPlacement, Topology
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

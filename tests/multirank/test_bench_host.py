@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusco.bench.host import REST, STEPS, HostRun, measure_host, records_of
+from fusco.bench.host.times import REST, STEPS, HostRun, measure_host, records_of
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

@@ -1,7 +1,6 @@
 """The tool that measures two GPUs: its parts are valid commands, have limits, and leave no process behind."""
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -17,36 +16,37 @@ from fusco.cli.main import app
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def _tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+@pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location("bench_gpu", ROOT / "tools" / "bench_gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("bench_gpu")
 
 
-def test_every_part_is_a_valid_command(tool):
-    for part in tool.PARTS.values():
-        command, arguments = typer.main.get_command(app), list(part.arguments)
+def part(script, limit_s, **more):
+    return importlib.import_module("parts").Part(command=(sys.executable, "-c", script), limit_s=limit_s, **more)
+
+
+def test_every_part_is_a_valid_command(tool, tmp_path):
+    for each in tool.parts_of(tmp_path).values():
+        command, arguments = typer.main.get_command(app), list(each.command[3:])
         while hasattr(command, "commands") and arguments[0] in command.commands:
             command = command.commands[arguments.pop(0)]
         context = command.make_context(command.name, arguments)  # raises for an unknown option or value
         assert context.params["device"] == "cuda"
-        assert part.limit_s <= tool.LIMIT_S
+        assert context.params["json"] == each.records
+        assert each.limit_s <= tool.LIMIT_S
 
 
 def test_parts_that_end_fail_or_hang(tool, tmp_path):
-    record = {
-        "variant": "fusco",
-        "dispatch_ms": 1.0,
-        "combine_ms": None,
-        "total_ms": 2.5,
-        "loop_ms": 3.0,
-        "verified": True,
-    }
-    write = f"import json, sys; open(sys.argv[-1], 'w').write({json.dumps(record)!r}); print('a table')"
+    times = {"dispatch_ms": 1.0, "combine_ms": None, "total_ms": 2.5, "loop_ms": 3.0}
+    good = tmp_path / "good.jsonl"
+    good.write_text("of an earlier run")
+    record = json.dumps({"variant": "fusco", **times, "verified": True})
+    write = f"open({str(good)!r}, 'x').write({record!r}); print('a table')"
     # A hanging part, with a process of its own that would outlive it.
     hang = (
         "import subprocess, sys, time; "
@@ -54,16 +54,13 @@ def test_parts_that_end_fail_or_hang(tool, tmp_path):
         "print(child.pid, flush=True); time.sleep(60)"
     )
     parts = {
-        "good": tool.Part((write,), 20.0),
-        "bad": tool.Part(("raise SystemExit(3)",), 20.0),
-        "hanging": tool.Part((hang,), 1.0),
+        "good": part(write, 20.0, records=good),
+        "bad": part("raise SystemExit(3)", 20.0),
+        "hanging": part(hang, 1.0),
     }
-    outcomes = tool.run_parts(parts, tmp_path, 60.0, (sys.executable, "-c"))
-    assert {name: outcome.how for name, outcome in outcomes.items()} == {
-        "good": "done",
-        "bad": "failed",
-        "hanging": "out of time",
-    }
+    outcomes = tool.run_parts(parts, tmp_path, 60.0)
+    ends = {name: outcome.how for name, outcome in outcomes.items()}
+    assert ends == {"good": "done", "bad": "failed", "hanging": "out of time"}
     assert (tmp_path / "good.txt").read_text() == "a table\n"
     child = int((tmp_path / "hanging.txt").read_text())
     assert wait_for_end(child)
@@ -84,8 +81,8 @@ def wait_for_end(pid: int) -> bool:
 
 
 def test_what_would_begin_after_the_limit_is_left_out(tool, tmp_path):
-    parts = {name: tool.Part(("import time; time.sleep(60)",), 30.0) for name in ("first", "second")}
-    outcomes = tool.run_parts(parts, tmp_path, 0.5, (sys.executable, "-c"))
+    parts = {name: part("import time; time.sleep(60)", 30.0) for name in ("first", "second")}
+    outcomes = tool.run_parts(parts, tmp_path, 0.5)
     assert [outcome.how for outcome in outcomes.values()] == ["out of time", "left out"]
 
 
@@ -106,8 +103,7 @@ def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
 
 
 @pytest.fixture
-def frameworks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def frameworks():
     return importlib.import_module("bench_frameworks")
 
 
@@ -121,54 +117,46 @@ def test_frameworks_have_the_parts_that_were_carried(frameworks, tmp_path):
     tests, steps = ["megatron-tests", "megatron-tests-deep_ep"], ["hybrid-fusco", "megatron-steps"]
     names = [*tests, "prefill", "intranode-fusco", "intranode-deep_ep", *steps]
     assert list(parts) == names
-    of_peer = [name for name in names if parts[name].deep_ep == site / "peer"]
+    of_peer = [name for name in names if parts[name].environment["PYTHONPATH"].startswith(str(site / "peer"))]
     assert of_peer == ["megatron-tests-deep_ep", "prefill", "intranode-deep_ep"]
     on_cpus = frameworks.parts_of(carried, out, site, "cpu")
     assert [name for name in names if name not in on_cpus] == ["megatron-tests-deep_ep", "intranode-deep_ep"]
     for device in ("cpu", "cuda"):
-        for part in frameworks.parts_of(carried, out, site, device).values():
-            script = Path(part.command[1])
-            assert script.exists() or carried in script.parents or part.command[1] == "-m"
-            assert "without_cuda.py" not in str(part.command) or device == "cpu"
+        for each in frameworks.parts_of(carried, out, site, device).values():
+            script = Path(each.command[1])
+            assert script.exists() or carried in script.parents or each.command[1] == "-m"
+            assert "without_cuda.py" not in str(each.command) or device == "cpu"
     _, _, *arguments = parts["prefill"].command[1:]
     command = typer.main.get_command(app).commands["bench"].commands["prefill"]
     assert command.make_context("prefill", arguments[2:]).params["resume"]
 
 
-def test_frameworks_find_the_module_of_their_part_and_resume(frameworks, monkeypatch, tmp_path, capsys):
+def test_frameworks_find_the_module_of_their_part_and_resume(frameworks, tmp_path, capsys):
     (tmp_path / "deep_ep.py").write_text("")
-    (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "carried_package.py").write_text("")
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "carried_package.py").write_text("")
     script = (
         "import carried_package, deep_ep, os, sys; print('[testing] passed'); print('[tuning] SMs 24, chunk 4:'); "
         "print('Best', os.getcwd(), deep_ep.__file__, os.environ['TOKENS']); "
         "sys.exit('fusco' in deep_ep.__file__)"
     )
-    peer = frameworks.Part(
-        command=(sys.executable, "-c", script),
-        limit_s=20.0,
-        deep_ep=tmp_path,
-        folder=tmp_path,
-        environment={"TOKENS": "7"},
-    )
-    sleeping = frameworks.Part(
-        command=(sys.executable, "-c", "import time; print('quiet'); time.sleep(9)"), limit_s=0.5
-    )
-    parts, out = {"peer": peer, "ours": sleeping, "late": peer}, tmp_path / "out"
-    first = {**parts, "late": frameworks.Part(command=("false",), limit_s=0.0)}
-    assert frameworks.run_parts(first, out, 30.0, packages=tmp_path / "packages") == {
-        "peer": "done",
-        "ours": "out of time",
-        "late": "left out",
-    }
+    of_peer = {"deep_ep": tmp_path, "cwd": tmp_path, "environment": {"TOKENS": "7"}}
+    peer = frameworks.part((sys.executable, "-c", script), 20.0, tmp_path, **of_peer)
+    parts, out = {"peer": peer, "ours": part("import time; print('quiet'); time.sleep(9)", 0.5)}, tmp_path / "out"
+
+    def run(late, limit_s, **more):
+        outcomes = frameworks.run_parts({**parts, "late": late}, out, limit_s, show=frameworks.show, **more)
+        return {name: outcome.how for name, outcome in outcomes.items()}
+
+    assert run(part("", 0.0), 30.0) == {"peer": "done", "ours": "out of time", "late": "left out"}
     printed = capsys.readouterr().out
     assert f"Best {tmp_path} {tmp_path / 'deep_ep.py'} 7" in printed
-    assert "peer: done, 1 passed, " in printed
+    assert "peer: done after " in printed
+    assert "1 passed" in printed
     assert "quiet" not in printed
     assert "chunk 4" not in printed
     (tmp_path / "deep_ep.py").unlink()  # what was done is not run again, and its lines are shown again
-    ends = frameworks.run_parts(parts, out, 0.0, resumes=True)
-    assert list(ends.values()) == ["done", "left out", "left out"]
+    assert run(peer, 0.0, resumes=True) == {"peer": "done", "ours": "left out", "late": "left out"}
     assert f"Best {tmp_path}" in capsys.readouterr().out
 
 
@@ -190,7 +178,8 @@ def test_a_summary_has_the_prefills_table(frameworks, tmp_path):
     ]
     (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "megatron-tests.jsonl").write_text('{"verified": true}\n{"verified": false}\n')
-    lines = frameworks.summarize(tmp_path, {"prefill": "done", "hybrid-fusco": "left out"}).splitlines()
+    ends = {"prefill": frameworks.Outcome("done", 1.0), "hybrid-fusco": frameworks.Outcome("left out", 0.0)}
+    lines = frameworks.summarize(tmp_path, ends).splitlines()
     assert lines[:3] == ["- prefill: done", "- hybrid-fusco: left out", "- Megatron's tests: 1 of 2 cases passed"]
     assert "48 layers, 8192 tokens a rank, bfloat16, medians of 10, ms, commit c:" in lines
     assert "| routing | batch | fusco | torch | torch / fusco |" in lines
@@ -198,8 +187,7 @@ def test_a_summary_has_the_prefills_table(frameworks, tmp_path):
     assert "| random | 1 x 8 | NOT VERIFIED | - | - |" in lines
 
 
-def test_code_that_names_cuda_runs_on_the_cpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_code_that_names_cuda_runs_on_the_cpu():
     tool = importlib.import_module("without_cuda")
     with tool.without_cuda():
         moved = [torch.zeros(2, device=torch.device("cuda", 1)), torch.ones(2).cuda(), torch.ones(2).to("cuda:0")]

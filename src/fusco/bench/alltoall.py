@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.stopwatch import RankTimer
+from fusco.bench.harness.environment import Measurement, record_of
+from fusco.bench.harness.links import LinkPeaks, measure_links
+from fusco.bench.harness.rounds import measure_in_turn, slowest_median
+from fusco.bench.harness.stopwatch import RankTimer
 from fusco.core.config import Settings
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
@@ -27,16 +28,13 @@ _NUM_WARM_UPS = 2
 _Variants = dict[str, tuple[Callable[[], object], torch.Tensor]]  # a call and its output by name
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExchangeResult:
-    """Measurements of one rank with one matrix: times of each variant by iteration, and fusco's profiles.
+    """Measurements of one rank with one matrix."""
 
-    ``errors`` describes where fusco's output differs from that of ``all_to_all_single``; empty if nowhere.
-    """
-
-    errors: list[str] = field(default_factory=list)
-    times_ms: dict[str, list[float]] = field(default_factory=lambda: {variant: [] for variant in VARIANTS})
-    profiles: list[CallProfile] = field(default_factory=list)
+    errors: list[str]  # where fusco's output differs from that of ``all_to_all_single``; empty if nowhere
+    times_ms: dict[str, list[float]]  # of each variant by iteration
+    profiles: list[CallProfile]  # fusco's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +78,17 @@ def run_rank(
     ) as comm:
         for run in runs:
             variants = _variants(comm, group, run)
-            results.append(ExchangeResult(_verify(variants, rank)))
+            errors = _verify(variants, rank)
             advance()
-            for iteration in range(_NUM_WARM_UPS + num_iterations):
-                result = results[-1] if iteration >= _NUM_WARM_UPS else ExchangeResult()
-                for name, (call, _) in variants.items():
-                    result.times_ms[name] += timer.host_times_ms(call)
-                    if name == "fusco":
-                        result.profiles.append(comm.profile)
-                advance()
+            measured = measure_in_turn(
+                variants,
+                lambda variant: (timer.host_times_ms(variant[0])[0], comm.profile),
+                advance,
+                num_warm_ups=_NUM_WARM_UPS,
+                num_iterations=num_iterations,
+            )
+            times_ms = {name: [ms for ms, _ in of_variant] for name, of_variant in measured.items()}
+            results.append(ExchangeResult(errors, times_ms, [profile for _, profile in measured["fusco"]]))
     return links, results
 
 
@@ -153,6 +153,11 @@ class ExchangeRecord(Exchange, Measurement):
     ring_depth: int
     errors: list[str]
 
+    @property
+    def is_right(self) -> bool:
+        """Verified, and fusco sent every byte between nodes once."""
+        return self.verified and self.internode_bytes == self.internode_bytes_needed
+
 
 def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[ExchangeResult]) -> ExchangeRecord:
     """Return the record of one matrix, from all ranks' results."""
@@ -165,18 +170,19 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
     rate_gbs, bound = run.rank_gbs or peak_gbs, -(-lower_bound_bytes(schedule.stages.node_bytes()) // ranks_per_node)
     errors = [error for rank in ranks for error in rank.errors]
 
-    def profile_ms(of: Callable[[CallProfile], float]) -> float:
-        return _slowest([[of(profile) * 1e3 for profile in rank.profiles] for rank in ranks])
+    def profile_ms(name: str) -> float:
+        return slowest_median([[getattr(profile, name) * 1e3 for profile in rank.profiles] for rank in ranks])
 
-    return ExchangeRecord(
-        **{field.name: getattr(run, field.name) for field in fields(Exchange)},
+    return record_of(
+        ExchangeRecord,
+        run,
+        run.topology,
+        run.settings,
         nodes=run.topology.num_nodes,
-        ranks_per_node=ranks_per_node,
         verified=not errors,
-        fusco_ms=_slowest([rank.times_ms["fusco"] for rank in ranks]),
-        planning_ms=profile_ms(lambda profile: profile.planning_s),
-        wire_ms=profile_ms(lambda profile: profile.wire_s),
-        all_to_all_single_ms=_slowest([rank.times_ms["all_to_all_single"] for rank in ranks]),
+        **{f"{name}_ms": slowest_median(rank.times_ms[name] for rank in ranks) for name in VARIANTS},
+        planning_ms=profile_ms("planning_s"),
+        wire_ms=profile_ms("wire_s"),
         lower_bound_ms=round(bound / rate_gbs / 1e6, 3) if rate_gbs else 0.0,
         schedule=schedule.mode,
         num_stages=schedule.stages.num_stages,
@@ -190,13 +196,5 @@ def summarize(run: ExchangeRun, links: Sequence[LinkPeaks], ranks: Sequence[Exch
         internode_peak_gbs=round(peak_gbs, 3),
         copy_peak_gbs=round(median(peaks.copy_gbs for peaks in links), 3),
         num_iterations=len(ranks[0].profiles),
-        slice_bytes=run.settings.slice_bytes,
-        ring_depth=run.settings.ring_depth,
-        hardware=hardware(run.device),
         errors=errors,
     )
-
-
-def _slowest(per_rank: Sequence[Sequence[float]]) -> float:
-    slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
-    return round(median(slowest), 3)

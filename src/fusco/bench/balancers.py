@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusco.bench.explain import balance_of
+from fusco.bench.inputs.prompts import prompts_of_ranks
+from fusco.bench.inputs.traffic import Trace
 from fusco.bench.names import Loads, Prefill
-from fusco.bench.prompts import prompts_of_ranks
-from fusco.bench.traffic import Trace
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology

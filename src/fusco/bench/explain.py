@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusco.api.memory_size import memory_size_hint
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
 from fusco.core.config import Capacity
 from fusco.core.lanes import Lanes
 from fusco.core.topology import Topology

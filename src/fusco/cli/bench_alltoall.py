@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
-from fusco.bench.json_lines import write_json_lines
 from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
+from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import ResultTable, describe_origin, verified_cell
@@ -19,9 +18,8 @@ from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from fusco.bench.alltoall import ExchangeRecord, ExchangeResult, ExchangeRun
-    from fusco.bench.links import LinkPeaks
-    from fusco.bench.traffic import Workload
+    from fusco.bench.alltoall import ExchangeRecord
+    from fusco.bench.inputs.traffic import Workload
 
 
 @with_groups
@@ -55,8 +53,8 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall import ExchangeRun, summarize
-    from fusco.bench.matrices import make_rank_bytes
+    from fusco.bench.alltoall import VARIANTS, ExchangeRun, run_rank, summarize
+    from fusco.bench.inputs.matrices import make_rank_bytes
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
@@ -64,17 +62,11 @@ def alltoall(
     topology = place.topology()
     kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
     options.check_skew(options.given_options(context), "--matrix", kinds)
-    workload = None
-    if "trace" in kinds:
-        workload = _replay(routing, topology)
-    else:
-        routing.check_no_trace("--matrix", kinds)
+    workload = _replay(routing, topology, kinds)
     runs = [
         ExchangeRun(
             matrix=kind,
-            rank_bytes=make_rank_bytes(
-                kind, topology.world_size, bytes_per_rank, skew=skew, seed=routing.seed, workload=workload
-            ),
+            rank_bytes=make_rank_bytes(kind, topology.world_size, bytes_per_rank, skew, routing.seed, workload),
             topology=topology,
             bytes_per_rank=bytes_per_rank,
             skew=skew if kind == "zipf" else 0.0,
@@ -86,26 +78,31 @@ def alltoall(
         )
         for kind in kinds
     ]
-    place.run_there((warm_up_cpu, warm_up))
+    prepare, num_ranks = (warm_up_cpu, warm_up), topology.world_size
+    place.run_there(prepare)
     console = new_console(json)
-    ranks = _run(runs, iterations, console)
+    if place.device == "cpu":
+        largest = max(int(run.rank_bytes.sum()) for run in runs)  # once as input, and as output of each variant
+        check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
+    where: dict[str, Any] = {"device": place.device, "topology": topology, "prepare": prepare}
+    ranks = run_on_ranks(run_rank, (runs, iterations), num_ranks, console, **where)
     if ranks is None:
-        return
+        return  # rank 0 of the launched job has the results
     records = [
         summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
         for i, run in enumerate(runs)
     ]
-    _print(records, console)
-    write_json_lines(records, json)
-    if not all(record.verified and record.internode_bytes == record.internode_bytes_needed for record in records):
-        raise typer.Exit(1)
+    report(records, [_table(records)], console, json, lambda record: record.matrix)
 
 
-def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
-    """Return the trace on consecutive experts, as evenly as the number of ranks allows."""
-    from fusco.bench.traffic import Trace, Workload
+def _replay(routing: options.RoutingOptions, topology: Topology, kinds: Sequence[str]) -> Workload | None:
+    """Return the trace, if it is wanted, on consecutive experts, as evenly as the number of ranks allows."""
+    from fusco.bench.inputs.traffic import Trace, Workload
     from fusco.core.placement import ExpertPlacement
 
+    if "trace" not in kinds:
+        routing.check_no_trace("--matrix", kinds)
+        return None
     num_experts, world_size = routing.num_experts, topology.world_size
     owners = [expert * world_size // num_experts for expert in range(num_experts)]
     return Workload(
@@ -120,64 +117,33 @@ def _replay(routing: options.RoutingOptions, topology: Topology) -> Workload:
     )
 
 
-def _run(
-    runs: Sequence[ExchangeRun], num_iterations: int, console: Console
-) -> list[tuple[LinkPeaks, list[ExchangeResult]]] | None:
-    from fusco.bench.alltoall import VARIANTS, run_rank
-    from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.schedule import warm_up
-
-    run, num_ranks = runs[0], runs[0].topology.world_size
-    if run.device == "cpu":
-        largest = max(int(each.rank_bytes.sum()) for each in runs)
-        # The input, and the output of each variant.
-        check_room("buffers (--bytes-per-rank)", (1 + len(VARIANTS)) * largest // num_ranks, num_ranks)
-    return run_on_ranks(
-        run_rank,
-        (runs, num_iterations),
-        num_ranks,
-        console,
-        device=run.device,
-        topology=run.topology,
-        prepare=(warm_up_cpu, warm_up),
-    )
+_COLUMNS: tuple[Column, ...] = (
+    ("matrix", lambda of: f"{of.matrix} {of.skew:g}" if of.skew else of.matrix),
+    ("fusco\nms", "{.fusco_ms:,.1f}"),
+    ("all_to_all_\nsingle, ms", "{.all_to_all_single_ms:,.1f}"),
+    ("that\n/ fusco", lambda of: f"{of.all_to_all_single_ms / of.fusco_ms:.2f}"),
+    ("bound\nms", "{.lower_bound_ms:,.1f}"),
+    ("fusco\n/ bound", lambda of: f"{of.fusco_ms / of.lower_bound_ms:.2f}" if of.lower_bound_ms else "-"),
+    ("schedule,\nstages", "{0.schedule}, {0.num_stages}"),
+    ("between\nnodes, MB", lambda of: f"{of.internode_bytes / 1e6:,.1f}"),
+    ("busiest rank:\nall_to_all_single", lambda of: f"{of.busiest_rank_bytes / 1e6:,.1f}"),
+    ("lane:\nfusco", lambda of: f"{of.lane_bytes / 1e6:,.1f}"),
+    ("\nbound, MB", lambda of: f"{of.lane_bytes_lower_bound / 1e6:,.1f}"),
+    ("verified", lambda of: verified_cell(of.verified)),
+)
 
 
-def _print(records: Sequence[ExchangeRecord], console: Console) -> None:
+def _table(records: Sequence[ExchangeRecord]) -> ResultTable:
     one = records[0]
     title = (
         f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
         f"average, on {one.device}"
     )
     rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
-    columns = (
-        *("matrix", "fusco\nms", "all_to_all_\nsingle, ms", "that\n/ fusco", "bound\nms", "fusco\n/ bound"),
-        *("schedule,\nstages", "between\nnodes, MB", "busiest rank:\nall_to_all_single"),
-        *("lane:\nfusco", "\nbound, MB", "verified"),
-    )
     notes = (
         f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
         f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s",
         f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
         describe_origin(one, one.nodes * one.ranks_per_node),
     )
-    table = ResultTable(title, columns, notes, left=("matrix",))
-    for record in records:
-        table.add_row(
-            f"{record.matrix} {record.skew:g}" if record.skew else record.matrix,
-            f"{record.fusco_ms:,.1f}",
-            f"{record.all_to_all_single_ms:,.1f}",
-            f"{record.all_to_all_single_ms / record.fusco_ms:.2f}",
-            f"{record.lower_bound_ms:,.1f}",
-            f"{record.fusco_ms / record.lower_bound_ms:.2f}" if record.lower_bound_ms else "-",
-            f"{record.schedule}, {record.num_stages}",
-            f"{record.internode_bytes / 1e6:,.1f}",
-            f"{record.busiest_rank_bytes / 1e6:,.1f}",
-            f"{record.lane_bytes / 1e6:,.1f}",
-            f"{record.lane_bytes_lower_bound / 1e6:,.1f}",
-            verified_cell(record.verified),
-        )
-    console.print(table)
-    for record in records:
-        for error in record.errors:
-            console.print(f"[red]{record.matrix}: {error}[/]")
+    return table_of(records, title, _COLUMNS, notes, left=("matrix",))

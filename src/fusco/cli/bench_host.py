@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fusco.bench.json_lines import write_json_lines
 from fusco.cli import options
+from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import ResultTable, describe_origin
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from fusco.bench.host import HostRecord
+    from fusco.bench.host.times import HostRecord
 
 
 def host(
@@ -38,7 +38,7 @@ def host(
     With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
     from a run of their own, and include the clocks that are read around each.
     """
-    from fusco.bench.host import HostRun, measure_host, records_of
+    from fusco.bench.host.times import HostRun, measure_host, records_of
 
     console, records = new_console(json), []
     on = "cuda" if device == "cuda" else "cpu"
@@ -63,9 +63,7 @@ def host(
         measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
-        console.print(_table(records))
-    if json and records:
-        write_json_lines(records, json)
+        report(records, [_table(records)], console, json)
 
 
 def _table(records: list[HostRecord]) -> ResultTable:

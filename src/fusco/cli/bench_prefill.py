@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
+from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import ResultTable, describe_origin, verified_cell
+from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
@@ -119,8 +119,7 @@ def prefill(
         return
     records = [*kept, *records]
     _print(job, records, skipped, console)
-    if not all(record.verified for record in records):
-        raise typer.Exit(1)
+    report(records, [], console, None, _name)
 
 
 def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -142,29 +141,37 @@ def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRe
 
     if job.device == "cpu":
         check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
-    results = run_on_ranks(
-        prefill_rank,
-        (job, absolute(json)),
-        job.num_ranks,
-        console,
-        device=job.device,
-        topology=_hosts(job),
-        prepare=(warm_up_cpu,),
-    )
+    # NCCL takes ranks of a node for those of one host, but it refuses ranks of a host that share a GPU.
+    per_host = 1 if job.num_ranks > num_devices(job.device) else job.ranks_per_node
+    hosts = Topology.of_equal_nodes(job.num_ranks, per_host)
+    where: dict[str, Any] = {"device": job.device, "topology": hosts, "prepare": (warm_up_cpu,)}
+    results = run_on_ranks(prefill_rank, (job, absolute(json)), job.num_ranks, console, **where)
     return results[0] if results else None
 
 
-def _hosts(job: PrefillJob) -> Topology:
-    """Return which ranks NCCL must take for those of one host: of one node, but it refuses ranks that share a GPU."""
-    has_shared = job.num_ranks > num_devices(job.device)
-    return Topology.of_equal_nodes(job.num_ranks, 1 if has_shared else job.ranks_per_node)
+def _timed(form: str) -> Callable[[PrefillRecord], str]:
+    """Return what makes a cell of a time, which only verified variants have."""
+    return lambda record: form.format(record) if record.ttft_ms else "-"
 
 
-_COLUMNS = (
-    *("routing", "batch", "variant", "first token\nms", "p99\nms", "{compared}\n/ this", "tokens\n/s"),
-    *("dispatch\nms", "combine\nms", "share of\nboth", "error of\na layer", "of\nlogits", "verified"),
-)
 _COMPARED = ("baseline", "torch")  # the first of these that has run
+_COLUMNS: tuple[Column, ...] = (
+    ("tokens\n/s", _timed("{.tokens_per_s:,}")),
+    ("dispatch\nms", _timed("{.dispatch_ms:,.2f}")),
+    ("combine\nms", _timed("{.combine_ms:,.2f}")),
+    ("share of\nboth", _timed("{.shuffle_share:.1%}")),
+    ("error of\na layer", "{.layer_error:.1e}"),
+    ("of\nlogits", "{.logits_error:.1e}"),
+    ("verified", lambda record: verified_cell(record.verified)),
+)
+
+
+def _case(record: PrefillRecord) -> tuple[str, str]:
+    return record.routing, record.batch
+
+
+def _name(record: PrefillRecord) -> str:
+    return f"{record.routing}, {record.batch}, {record.variant}"
 
 
 def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
@@ -184,46 +191,25 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
         describe_origin(one, job.num_ranks, ("torch", "transformers")),
     )
     compared = next((name for name in _COMPARED if name in job.variants), "baseline")
-    columns = [column.format(compared=compared) for column in _COLUMNS]
-    table = ResultTable(title, columns, notes, left=("routing", "batch", "variant"))
-    for _, of_case in groupby(records, lambda record: (record.routing, record.batch)):
-        case = list(of_case)
-        compared_ms = next((record.ttft_ms for record in case if record.variant == compared), 0.0)
-        for record in case:
-            table.add_row(*_cells(record, case[0], compared_ms), end_section=record is case[-1])
-    console.print(table)
-    for name in job.variants:
-        console.print(f"{name}: {VARIANTS[name]}", markup=False, highlight=False, soft_wrap=True)
-    for name, why in skipped.items():
-        console.print(f"{name} skipped: {why}", markup=False, highlight=False, soft_wrap=True)
-    for record in records:
-        where = f"{record.routing}, {record.batch}, {record.variant}"
-        for error in record.errors:
-            console.print(f"[red]{where}: {error}[/]")
-        for line in outliers(record.iterations):
-            console.print(f"{where}: {line}", markup=False, highlight=False, soft_wrap=True)
+    compared_ms = {_case(record): record.ttft_ms for record in records if record.variant == compared}
+    first = {_case(record): record for record in reversed(records)}
 
+    def ratio(record: PrefillRecord) -> str:
+        ms = compared_ms.get(_case(record))
+        return f"{ms / record.ttft_ms:.2f}" if ms and record.ttft_ms else "-"
 
-def _cells(record: PrefillRecord, first: PrefillRecord, compared_ms: float) -> list[str]:
-    is_first, is_timed = record is first, record.ttft_ms > 0
-    return [
-        record.routing if is_first else "",
-        record.batch if is_first else "",
-        record.variant,
-        *(
-            (
-                f"{record.ttft_ms:,.1f}",
-                f"{record.p99_ms:,.1f}",
-                f"{compared_ms / record.ttft_ms:.2f}" if compared_ms else "-",
-                f"{record.tokens_per_s:,}",
-                f"{record.dispatch_ms:,.2f}",
-                f"{record.combine_ms:,.2f}",
-                f"{record.shuffle_share:.1%}",
-            )
-            if is_timed
-            else ("-",) * 7
-        ),
-        f"{record.layer_error:.1e}",
-        f"{record.logits_error:.1e}",
-        verified_cell(record.verified),
-    ]
+    columns: tuple[Column, ...] = (
+        ("routing", lambda record: record.routing if record is first[_case(record)] else ""),
+        ("batch", lambda record: record.batch if record is first[_case(record)] else ""),
+        ("variant", "{.variant}"),
+        ("first token\nms", _timed("{.ttft_ms:,.1f}")),
+        ("p99\nms", _timed("{.p99_ms:,.1f}")),
+        (f"{compared}\n/ this", ratio),
+    )
+    left = ("routing", "batch", "variant")
+    console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
+    lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
+    lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
+    lines += [f"{_name(record)}: {line}" for record in records for line in outliers(record.iterations)]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -12,22 +12,18 @@ import typer
 from rich.console import Console
 
 from fusco.bench import names
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.variants import choose_variants, recorded_variant
+from fusco.bench.shuffle.variants import choose_variants, recorded_variant
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
+from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from fusco.bench.device_results import DeviceRecord, InternodeRecord
-    from fusco.bench.device_shuffle import DeviceResult
-    from fusco.bench.results import ShuffleRecord
-    from fusco.bench.shuffle_run import ShuffleRun
-
-    Records = Sequence[ShuffleRecord] | Sequence[DeviceRecord] | Sequence[InternodeRecord]
+    from fusco.bench.shuffle.device_shuffle import DeviceResult
+    from fusco.bench.shuffle.run import ShuffleRun
 
 
 def _defaults(device: str, num_nodes: int) -> str:
@@ -88,7 +84,8 @@ def shuffle(
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.shuffle_run import ShuffleRun
+    from fusco.bench.shuffle.run import ShuffleRun
+    from fusco.cli.shuffle_tables import table_of_records
     from fusco.core.config import Settings
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.planner.balancer import DEFAULT_BALANCERS
@@ -120,17 +117,11 @@ def shuffle(
     ranks = _run(run, console)
     if ranks is None:
         return  # rank 0 of the launched job has the results
-    records, show = _summarize(run, ranks)
-    for _, of_workload in groupby(records, key=lambda record: record.traffic):
-        show(list(of_workload), console)
-    for record in records:
-        for error in record.errors:
-            console.print(f"[red]{record.traffic}, {record.variant}: {error}[/]")
-    write_json_lines(records, json)
+    records = _summarize(run, ranks)
     if timeline:
         _write_timelines(run, ranks, timeline)
-    if not all(record.is_right for record in records):
-        raise typer.Exit(1)
+    tables = [table_of_records(list(of)) for _, of in groupby(records, key=lambda record: record.traffic)]
+    report(records, tables, console, json, lambda record: f"{record.traffic}, {record.variant}")
 
 
 def _check_timeline(run: ShuffleRun) -> None:
@@ -146,11 +137,11 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
     """Return each rank's measurements; problems of the machine raise before any process starts."""
     num_ranks = run.topology.world_size
     if run.device == "cuda":
-        from fusco.bench.device_shuffle import run_device_rank
+        from fusco.bench.shuffle.device_shuffle import run_device_rank
 
         return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
-    from fusco.bench.shuffle import run_rank
-    from fusco.bench.traffic import world_bytes
+    from fusco.bench.inputs.traffic import world_bytes
+    from fusco.bench.shuffle.ranks import run_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
@@ -158,23 +149,17 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
     return run_on_ranks(run_rank, (run,), num_ranks, console, prepare=(warm_up_cpu,))
 
 
-def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> tuple[Records, Callable[..., None]]:
-    """Return the records of a run, and the function that prints those of a workload."""
-    from fusco.bench.device_results import summarize_device, summarize_internode
-    from fusco.bench.results import summarize
-    from fusco.cli import shuffle_tables as tables
+def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
+    from fusco.bench.shuffle.summary import summarize
     from fusco.ranks.torchrun import launched
 
-    if run.device == "cpu":
-        return summarize(run, ranks), tables.print_cpu_records
-    if not run.has_nodes:
-        return summarize_device(run, ranks), tables.print_device_records
-    emulation = "" if launched() else describe_emulation(run.topology, os.environ, num_devices(run.device))
-    return summarize_internode(run, ranks, emulation), tables.print_internode_records
+    is_emulated = run.device == "cuda" and not launched()
+    emulation = describe_emulation(run.topology, os.environ, num_devices(run.device)) if is_emulated else ""
+    return summarize(run, ranks, emulation)
 
 
 def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
-    from fusco.bench.environment import commit
+    from fusco.bench.harness.environment import commit
 
     for i, workload in enumerate(run.workloads):
         traffic = workload.pattern

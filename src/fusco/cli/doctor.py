@@ -36,7 +36,7 @@ _LEAST_DRIVERS = {12: 525, 13: 580}
 
 def doctor(json: options.JsonFile = None) -> None:
     """Check what this machine can run and what is missing; exit code 1 if not even the CPU backend works."""
-    from fusco.bench.json_lines import write_json_lines
+    from fusco.bench.harness.json_lines import write_json_lines
 
     findings = examine()
     new_console(json).print(_table(findings))
@@ -66,7 +66,7 @@ def _table(findings: Sequence[Finding]) -> ResultTable:
 
 
 def _machine() -> _Outcome:
-    from fusco.bench.environment import hardware
+    from fusco.bench.harness.environment import hardware
 
     machine = hardware()
     return f"{machine['cpu']}, {machine['num_cores']} cores, {machine['memory_gib']} GiB", ""

@@ -15,8 +15,8 @@ from fusco.bench import names
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from fusco.bench.prompts import Batch
-    from fusco.bench.traffic import Workload
+    from fusco.bench.inputs.prompts import Batch
+    from fusco.bench.inputs.traffic import Workload
 
 
 Device = Literal["cpu", "cuda"]
@@ -184,8 +184,8 @@ class WorkloadOptions(RoutingOptions):
     def _of_pattern(self, pattern: names.Pattern, topology: Topology, num_batches: int) -> list[Workload]:
         import torch
 
-        from fusco.bench.prompts import draw_batches
-        from fusco.bench.traffic import Trace, Workload
+        from fusco.bench.inputs.prompts import draw_batches
+        from fusco.bench.inputs.traffic import Trace, Workload
         from fusco.core.placement import ExpertPlacement
 
         world_size, is_replayed = topology.world_size, pattern in names.REPLAYED

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from fusco.bench import names
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
 from fusco.cli.running import new_console
@@ -48,7 +48,7 @@ def plan(
     Pure computation: nothing is sent, and no other process is started.
     """
     from fusco.bench.explain import explain, explain_shuffle
-    from fusco.bench.matrices import make_rank_bytes
+    from fusco.bench.inputs.matrices import make_rank_bytes
     from fusco.cpu.layout import SLICE_BYTES
 
     topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
@@ -20,12 +18,9 @@ from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
-    from fusco.bench.offload import OffloadRecord
-    from fusco.bench.rails.record import RailsRecord
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
-_CaseRecord = TypeVar("_CaseRecord", "OffloadRecord", "RailsRecord")
 
 
 _LOG_WIDTH = 150  # columns of a table in a log
@@ -63,21 +58,6 @@ class StepProgress(Progress):
         """Yield what is shown."""
         yield from super().get_renderables()
         yield from (Text(task.description) for task in self.tasks)
-
-
-def collect(records: Generator[_CaseRecord, None, None], console: Console, without: str) -> list[_CaseRecord]:
-    """Return all records, and show what the latest one is of while others are measured.
-
-    Raises ``ValueError`` with the text ``without`` if there are none.
-    """
-    found = []
-    with closing(records), console.status("starting") as status:
-        for record in records:
-            found.append(record)
-            status.update(escape(f"{record.benchmark}: {record.case}"))
-    if not found:
-        raise ValueError(without)
-    return found
 
 
 def absolute(path: Path | None) -> Path | None:

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable
 
 if TYPE_CHECKING:
-    from fusco.bench.schedules import ModeRecord
+    from fusco.bench.schedule import ModeRecord
     from fusco.schedule.stages import IntArray
 
 _MAX_ROWS = 24  # of a table; a screenful
@@ -54,8 +54,8 @@ def schedule(
 
     Pure computation: nothing is sent. JSON lines contain the stages of all modes.
     """
-    from fusco.bench.matrices import load_matrix, make_matrix
-    from fusco.bench.schedules import compare_modes
+    from fusco.bench.inputs.matrices import load_matrix, make_matrix
+    from fusco.bench.schedule import compare_modes
     from fusco.schedule import Links
 
     given = options.given_options(context)

@@ -5,13 +5,12 @@ On the CPU a column for each variant; on GPUs, within a node and between nodes, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from rich.console import Console
-
-from fusco.bench.device_results import DeviceRecord, InternodeRecord
-from fusco.bench.results import ShuffleRecord, VariantRecord, gains_of
-from fusco.bench.variants import VARIANTS
+from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord, VariantRecord, gains_of
+from fusco.bench.shuffle.variants import VARIANTS
+from fusco.cli.reports import Column, table_of
 from fusco.cli.tables import ResultTable, describe_origin, verified_cell
 
 # Name of a figure, and its row on the CPU.
@@ -33,9 +32,13 @@ _FIGURES = {
 }
 
 
-def print_cpu_records(records: Sequence[ShuffleRecord], console: Console) -> None:
-    """Print a column for each variant of a workload, and notes on the run; of batches of a prefill the gains."""
-    console.print(_gains(records) if records[-1].batch else _cpu_table(records))
+def table_of_records(records: Sequence[Any]) -> ResultTable:
+    """Return a table of a workload's records: variants are columns on the CPU, rows on GPUs; of batches the gains."""
+    if isinstance(records[0], DeviceRecord):
+        return _within_node(records)
+    if isinstance(records[0], InternodeRecord):
+        return _between_nodes(records)
+    return _gains(records) if records[-1].batch else _cpu_table(records)
 
 
 def _gains(records: Sequence[ShuffleRecord]) -> ResultTable:
@@ -44,14 +47,14 @@ def _gains(records: Sequence[ShuffleRecord]) -> ResultTable:
         f"{first.traffic} prefills, {num_batches} batches: {first.nodes} nodes x {first.ranks_per_node} ranks, at most "
         f"{first.tokens} tokens a rank, hidden {first.hidden}; gain of {first.variant}: a variant's time over its time"
     )
-    table = ResultTable(
-        title,
-        ("", "median", "P99", "rows of the busiest rank: median", "P99"),
-        [describe_origin(first, first.nodes * first.ranks_per_node)],
+    columns: tuple[Column, ...] = (
+        ("", "{.variant}"),
+        ("median", "{.median:.3f}"),
+        ("P99", "{.p99:.3f}"),
+        ("rows of the busiest rank: median", "{.rows_median:.3f}"),
+        ("P99", "{.rows_p99:.3f}"),
     )
-    for gain in gains_of(records):
-        figures = (gain.median, gain.p99, gain.rows_median, gain.rows_p99)
-        table.add_row(gain.variant, *(f"{figure:.3f}" for figure in figures))
+    table = table_of(gains_of(records), title, columns, [describe_origin(first, first.nodes * first.ranks_per_node)])
     table.add_row("verified", verified_cell(all(record.is_right for record in records)), "", "", "")
     return table
 
@@ -104,63 +107,53 @@ def _cpu_notes(record: ShuffleRecord) -> list[str]:
     return [*notes, *_origin(record)]
 
 
-def print_device_records(records: Sequence[DeviceRecord], console: Console) -> None:
-    """Print a row for each variant within a node, and notes on the run."""
-    columns = ("dispatch\nGB/s", "of\npeak", "combine\nGB/s", "of\npeak")
-    cells = [
-        (
-            _number(record.dispatch_gbs, ".0f"),
-            _number(record.dispatch_of_peak, ".0%"),
-            _number(record.combine_gbs, ".0f"),
-            _number(record.combine_of_peak, ".0%"),
-        )
-        for record in records
-    ]
-    console.print(_table(records, f"{records[0].ranks_per_node} ranks", columns, cells, _device_notes(records)))
+def _within_node(records: Sequence[DeviceRecord]) -> ResultTable:
+    columns = (
+        ("dispatch\nGB/s", _number("dispatch_gbs", ".0f")),
+        ("of\npeak", _number("dispatch_of_peak", ".0%")),
+        ("combine\nGB/s", _number("combine_gbs", ".0f")),
+        ("of\npeak", _number("combine_of_peak", ".0%")),
+    )
+    return _table(records, f"{records[0].ranks_per_node} ranks", columns, _device_notes(records))
 
 
-def print_internode_records(records: Sequence[InternodeRecord], console: Console) -> None:
-    """Print a row for each variant between nodes: times and bytes, compared with the network's peak in the same run."""
-    columns = ("sent\nMB", "least\nMB", "busiest\nMB", "at peak\nms", "dispatch\n/ that", "combine\n/ that")
-    cells = [
-        (
-            f"{record.internode_row_bytes / 1e6:,.1f}",
-            f"{record.internode_row_bytes_lower_bound / 1e6:,.1f}",
-            f"{record.busiest_rank_bytes / 1e6:,.1f}",
-            f"{record.bound_ms:.3f}",
-            _number(record.dispatch_over_bound, ".2f"),
-            _number(record.combine_over_bound, ".2f"),
-        )
-        for record in records
-    ]
+def _between_nodes(records: Sequence[InternodeRecord]) -> ResultTable:
+    """Return times and bytes, compared with the network's peak in the same run."""
+    columns = (
+        ("sent\nMB", lambda of: f"{of.internode_row_bytes / 1e6:,.1f}"),
+        ("least\nMB", lambda of: f"{of.internode_row_bytes_lower_bound / 1e6:,.1f}"),
+        ("busiest\nMB", lambda of: f"{of.busiest_rank_bytes / 1e6:,.1f}"),
+        ("at peak\nms", "{.bound_ms:.3f}"),
+        ("dispatch\n/ that", _number("dispatch_over_bound", ".2f")),
+        ("combine\n/ that", _number("combine_over_bound", ".2f")),
+    )
     where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} ranks"
-    console.print(_table(records, where, columns, cells, _internode_notes(records)))
+    return _table(records, where, columns, _internode_notes(records))
 
 
 def _table(
-    records: Sequence[DeviceRecord | InternodeRecord],
-    where: str,
-    columns: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    notes: Sequence[str],
+    records: Sequence[DeviceRecord | InternodeRecord], where: str, columns: Sequence[Column], notes: Sequence[str]
 ) -> ResultTable:
-    """Return a table of the times of all variants, and of ``cells`` by the columns given."""
-    times = ("ms", "dispatch", "combine", "both", "20 in\na row", "baseline\n/ it", "idle\nto idle")
-    table = ResultTable(_title(records[0], where), (*times, *columns, "verified"), notes, left=times[:1])
+    """Return a table of the times of all variants, and of the columns given."""
     # One rank alone sends nothing, so that its baseline, which sorts and copies, says nothing of communication.
     is_alone = records[0].nodes * records[0].ranks_per_node == 1
     baseline_ms = next((each.loop_ms for each in records if each.variant == "baseline" and not is_alone), None)
-    for record, more in zip(records, cells, strict=True):
-        times_ms = (record.dispatch_ms, record.combine_ms, record.total_ms, record.loop_ms)
-        table.add_row(
-            record.variant,
-            *(_number(time_ms, ".3f") for time_ms in times_ms),
-            f"{baseline_ms / record.loop_ms:.2f}" if baseline_ms and record.loop_ms else "-",
-            _number(record.idle_ms, ".3f"),
-            *more,
-            verified_cell(record.is_right),
-        )
-    return table
+    times: tuple[Column, ...] = (
+        ("ms", "{.variant}"),
+        ("dispatch", _number("dispatch_ms", ".3f")),
+        ("combine", _number("combine_ms", ".3f")),
+        ("both", _number("total_ms", ".3f")),
+        ("20 in\na row", _number("loop_ms", ".3f")),
+        ("baseline\n/ it", lambda of: f"{baseline_ms / of.loop_ms:.2f}" if baseline_ms and of.loop_ms else "-"),
+        ("idle\nto idle", _number("idle_ms", ".3f")),
+    )
+    verified: Column = ("verified", lambda of: verified_cell(of.is_right))
+    return table_of(records, _title(records[0], where), (*times, *columns, verified), notes, left=("ms",))
+
+
+def _number(name: str, form: str) -> Callable[[Any], str]:
+    """Return what makes a cell of a field, which may be ``None``."""
+    return lambda record: "-" if getattr(record, name) is None else format(getattr(record, name), form)
 
 
 def _internode_notes(records: Sequence[InternodeRecord]) -> list[str]:
@@ -186,10 +179,6 @@ def _origin(record: VariantRecord) -> list[str]:
         *([f"trace: {record.trace}{repeats}"] if record.trace else []),
         describe_origin(record, record.nodes * record.ranks_per_node),
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _device_notes(records: Sequence[DeviceRecord]) -> list[str]:

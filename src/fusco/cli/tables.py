@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fusco.bench.environment import Measurement
+    from fusco.bench.harness.environment import Measurement
 
 _BORDER = 1  # columns of a terminal for the left edge of a table, and
 _PADDING = 3  # for the edge and the spaces of each column

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.option_groups import with_groups
@@ -73,7 +73,7 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
-    from fusco.bench.traffic import check_trace_path, write_trace
+    from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
     from fusco.train.records import summarize

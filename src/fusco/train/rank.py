@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.stopwatch import SectionTimer
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.core.config import Settings
 from fusco.ranks.progress import ProgressReporter
 from fusco.train.balance_loss import balance_loss

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusco.bench.environment import Measurement, hardware, versions
+from fusco.bench.harness.environment import Measurement, hardware, versions
 from fusco.train.job import TrainingJob
 from fusco.train.observer import SECTIONS
 

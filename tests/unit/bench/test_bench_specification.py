@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusco.bench.traffic import WorldInput
-from fusco.bench.verification import apply_experts, combine_error, expected_rows
+from fusco.bench.inputs.traffic import WorldInput
+from fusco.bench.shuffle.verification import apply_experts, combine_error, expected_rows
 
 WORLD = WorldInput(
     rows=[torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])],

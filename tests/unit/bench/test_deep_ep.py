@@ -20,10 +20,10 @@ import torch
 from workloads import workload
 
 from fusco import Settings
-from fusco.bench.shuffle_factory import ShuffleFactory
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import WorldInput
-from fusco.bench.verification import verify
+from fusco.bench.inputs.traffic import WorldInput
+from fusco.bench.shuffle.factory import ShuffleFactory
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.verification import verify
 from fusco.integrations import deep_ep_buffer, elastic_buffer
 
 NUM_RANKS, NUM_EXPERTS = 2, 6

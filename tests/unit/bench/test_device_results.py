@@ -11,13 +11,13 @@ from rich.console import Console
 from workloads import workload
 
 from fusco import Settings
-from fusco.bench.device_results import summarize_device, summarize_internode
-from fusco.bench.device_shuffle import DeviceResult, DeviceTimes
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.links import DevicePeaks, InternodePeaks
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Trace
-from fusco.cli.shuffle_tables import print_device_records, print_internode_records
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.links import DevicePeaks, InternodePeaks
+from fusco.bench.inputs.traffic import Trace
+from fusco.bench.shuffle.device_shuffle import DeviceResult, DeviceTimes
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.summary import summarize
+from fusco.cli.shuffle_tables import table_of_records
 from fusco.core.profile import CallProfile
 
 # Two ranks, a node each: rank 0 sends two rows, rank 1 one row; expert 0 is rank 0's.
@@ -62,7 +62,7 @@ def ranks():
 
 
 def test_times_are_held_against_the_busiest_rank_at_the_best_peak(ranks, tmp_path):
-    records = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "set: nothing")
+    records = summarize(run_of(2, ("fusco", "baseline")), ranks, "set: nothing")
     fusco, baseline = records
     assert (fusco.variant, fusco.balancer, baseline.balancer) == ("fusco", "rotation", "none")
     assert fusco.dispatch_ms == 3.0  # slowest ranks: 3, 5, 2
@@ -86,7 +86,7 @@ def test_a_row_too_many_is_an_error(ranks):
         counted = list(ranks[1][0].profiles["fusco"])
         counted[call] = dataclasses.replace(counted[call], internode_row_bytes=50_001)
         ranks[1][0].profiles["fusco"] = tuple(counted)
-    fusco, baseline = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
+    fusco, baseline = summarize(run_of(2, ("fusco", "baseline")), ranks, "")
     assert not fusco.is_right
     assert fusco.errors[0] == "dispatch sent 100001 bytes of rows between nodes, its plan requires 75000"
     assert fusco.errors[1].startswith("combine sent")
@@ -95,27 +95,27 @@ def test_a_row_too_many_is_an_error(ranks):
 
 def test_an_error_of_any_rank_counts(ranks):
     ranks[1][0].errors["baseline"].append("rank 1: 3 dispatched rows are wrong")
-    fusco, baseline = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
+    fusco, baseline = summarize(run_of(2, ("fusco", "baseline")), ranks, "")
     assert (fusco.is_right, baseline.is_right) == (True, False)
     assert baseline.errors == ["rank 1: 3 dispatched rows are wrong"]
 
 
-def text_of(show, records):
+def text_of(records):
     out = io.StringIO()
-    show(records, Console(width=170, file=out))
+    Console(width=170, file=out).print(table_of_records(records))
     return out.getvalue()
 
 
 def test_the_table_between_nodes(ranks):
-    records = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "set: NCCL_HOSTID=a | b")
-    shown = text_of(print_internode_records, records)
+    records = summarize(run_of(2, ("fusco", "baseline")), ranks, "set: NCCL_HOSTID=a | b")
+    shown = text_of(records)
     assert "2 nodes x 1 ranks" in shown
     assert "fusco: output sized exactly" in shown
     assert "5.00 with one rank, 6.25 with all of other nodes" in shown
     assert "emulated on one machine" in shown
     assert "NCCL_HOSTID=a | b" in shown
-    on_a_cluster = summarize_internode(run_of(2, ("fusco", "baseline")), ranks, "")
-    assert "played" not in text_of(print_internode_records, on_a_cluster)
+    on_a_cluster = summarize(run_of(2, ("fusco", "baseline")), ranks, "")
+    assert "played" not in text_of(on_a_cluster)
 
 
 def test_the_table_within_a_node(ranks):
@@ -126,7 +126,7 @@ def test_the_table_within_a_node(ranks):
         result.kernel_us = {"plan": 29.4, "scatter_rows": 990.6}
         result.profiles["baseline"] = (CallProfile(), CallProfile())  # takes none of them itself
         result.errors["fusco-fp8"], result.times["fusco-fp8"] = [], DeviceTimes(dispatch_ms=[0.5] * 3)
-    records = summarize_device(run_of(1, ("fusco", "baseline", "fusco-fp8")), ranks)
+    records = summarize(run_of(1, ("fusco", "baseline", "fusco-fp8")), ranks)
     fusco, _, fp8 = records
     assert (fusco.dispatch_gbs, fusco.dispatch_of_peak) == (25.3, 0.067)
     assert (fusco.loop_ms, fusco.idle_ms) == (2.5, 9.0)
@@ -139,14 +139,14 @@ def test_the_table_within_a_node(ranks):
         "local_gbs",
     }
     records[1] = dataclasses.replace(records[1], loop_ms=7.5)
-    shown = text_of(print_device_records, records)
+    shown = text_of(records)
     assert "2 ranks" in shown
     assert " 3.00 " in re.search("fusco  .*", shown)[0]  # the baseline's 7.5 in a row, over 2.5
     assert "copy engine 380 pulling, 400 pushing" in shown
     assert "multiprocessors taken by fusco: dispatch 3, combine 2" in shown
     assert "waiting included: plan 29, scatter_rows 991" in shown
     assert "fusco-static" not in shown
-    assert "multiprocessors taken" not in text_of(print_device_records, records[1:2])
+    assert "multiprocessors taken" not in text_of(records[1:2])
 
 
 def test_workloads_of_a_run_have_one_shape():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fusco.bench.environment import describe_commit, hardware, versions
+from fusco.bench.harness.environment import describe_commit, hardware, versions
 from fusco.cli.tables import describe_origin
 from fusco.core.environment import SHARE_GPUS
 

@@ -7,8 +7,8 @@ import pytest
 from workloads import workload
 
 from fusco import ExpertPlacement
-from fusco.bench.matrices import ExchangeMatrix, make_rank_bytes, rows_of_routing
-from fusco.bench.traffic import Trace
+from fusco.bench.inputs.matrices import ExchangeMatrix, make_rank_bytes, rows_of_routing
+from fusco.bench.inputs.traffic import Trace
 
 BY_HAND = workload(
     "trace",

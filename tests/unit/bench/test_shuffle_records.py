@@ -7,11 +7,12 @@ import pytest
 from workloads import workload
 
 from fusco import Settings
-from fusco.bench.links import InternodePeaks, LinkPeaks
-from fusco.bench.results import gains_of, summarize
-from fusco.bench.shuffle import Iteration, RankResult
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.stopwatch import CoreTimes
+from fusco.bench.harness.links import InternodePeaks, LinkPeaks
+from fusco.bench.harness.stopwatch import CoreTimes
+from fusco.bench.shuffle.ranks import Iteration, RankResult
+from fusco.bench.shuffle.records import gains_of
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.summary import summarize
 from fusco.core.profile import CallProfile
 
 RUN = ShuffleRun(

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusco.bench import stopwatch
-from fusco.bench.stopwatch import NUM_CALLS_IN_A_ROW, RankTimer
+from fusco.bench.harness import stopwatch
+from fusco.bench.harness.stopwatch import NUM_CALLS_IN_A_ROW, RankTimer
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 import workloads
 
-from fusco.bench.prompts import Batch, draw_batches, prompts_of_ranks
-from fusco.bench.traffic import Trace, internode_rows_lower_bound
+from fusco.bench.inputs.prompts import Batch, draw_batches, prompts_of_ranks
+from fusco.bench.inputs.traffic import Trace, internode_rows_lower_bound
 from fusco.core.placement import ExpertPlacement
 
 workload = partial(workloads.workload, num_experts=64, hidden=16, num_topk=8, tokens=200)

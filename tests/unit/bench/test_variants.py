@@ -2,8 +2,8 @@
 
 import pytest
 
-from fusco.bench.shuffle_factory import MAKERS
-from fusco.bench.variants import ABLATION, PEERS, VARIANTS, choose_variants, recorded_variant
+from fusco.bench.shuffle.factory import MAKERS
+from fusco.bench.shuffle.variants import ABLATION, PEERS, VARIANTS, choose_variants, recorded_variant
 
 
 def test_the_default_ones():

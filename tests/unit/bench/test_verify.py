@@ -3,9 +3,9 @@
 import torch
 from workloads import workload
 
-from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import WorldInput
-from fusco.bench.verification import verify
+from fusco.bench.inputs.traffic import WorldInput
+from fusco.bench.shuffle.factory import Shuffle
+from fusco.bench.shuffle.verification import verify
 from fusco.core.profile import CallProfile
 
 

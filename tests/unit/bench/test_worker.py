@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from fusco.bench.harness.worker import Worker
 from fusco.bench.names import MAX_CASE_S
 from fusco.bench.rails.crew import Member
-from fusco.bench.worker import Worker
 
 
 @contextmanager

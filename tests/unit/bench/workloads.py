@@ -1,7 +1,7 @@
 """Small workloads of benchmarks."""
 
 from fusco import ExpertPlacement, Topology
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
 
 
 def workload(pattern, nodes=2, per_node=2, num_experts=8, **more):

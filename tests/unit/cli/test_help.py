@@ -11,7 +11,7 @@ import pytest
 from command_line import run
 
 import fusco
-from fusco.bench.variants import choose_variants
+from fusco.bench.shuffle.variants import choose_variants
 from fusco.cli.options import BalancerName, choose_names
 from fusco.planner.balancer import BALANCERS
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fusco.bench.matrices import load_matrix
+from fusco.bench.inputs.matrices import load_matrix
 from fusco.bench.names import MatrixKind
-from fusco.bench.schedules import FAST_US
+from fusco.bench.schedule import FAST_US
 from fusco.cli.main import app
 from fusco.cli.schedule import draw_gantt
 

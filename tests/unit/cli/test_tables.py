@@ -18,22 +18,19 @@ from rich.console import Console
 
 from fusco.bench.alltoall import ExchangeRecord
 from fusco.bench.balancers import BalancerRecord
-from fusco.bench.device_results import DeviceRecord, InternodeRecord
 from fusco.bench.explain import Balance, CarriedBytes, PlanRecord, RankLoad, ShuffleRecord as SegmentsRecord
-from fusco.bench.host import HostRecord
-from fusco.bench.offload import OffloadRecord
+from fusco.bench.host.times import HostRecord
+from fusco.bench.offload.copies import OffloadRecord
 from fusco.bench.prefill.records import PrefillRecord
 from fusco.bench.rails.record import RailsRecord
-from fusco.bench.results import ShuffleRecord
-from fusco.bench.schedules import ModeRecord, ScheduleRecord
+from fusco.bench.schedule import ModeRecord, ScheduleRecord
+from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord
 from fusco.cli import (
-    bench,
     bench_alltoall,
     bench_host,
-    bench_offload,
+    bench_links,
+    bench_planning,
     bench_prefill,
-    bench_rails,
-    bench_schedule,
     doctor,
     plan,
     rails,
@@ -83,6 +80,15 @@ def loads(num_ranks=4):
     return [wide(RankLoad, rank=rank, node=rank // 2) for rank in range(num_ranks)]
 
 
+def show(console, tables):
+    for table in tables:
+        console.print(table)
+
+
+def print_shuffle(console, records):
+    console.print(shuffle_tables.table_of_records(records))
+
+
 def print_plan(console):
     balance = {name: wide(Balance) for name in ("lanes", "send-and-receive")}
     rows = [[10**12 + node] * 12 for node in range(12)]
@@ -113,13 +119,18 @@ def print_host(console):
 def print_offload(console):
     results = {"GB/s": 122239.0625, "share of the link": 0.123456, "ms, of the slowest": 1.593e-7, "memory, MiB": 1e9}
     given = {"case": "1.5 GiB from GPU 0, both links busy", "hardware": GPUS, "results": results}
-    console.print(bench_offload._table([wide(OffloadRecord, variant="cudaMemcpyAsync", **given)] * 2))
+    show(
+        console,
+        bench_links._tables(
+            [wide(OffloadRecord, variant="cudaMemcpyAsync", **given)] * 2, bench_links._OFFLOAD_COLUMNS
+        ),
+    )
 
 
 def print_rails(console):
     results = {f"{name} Gbit/s, of 8 in all": 122239.5 for name in ("receives", "sends", "sends without the borrowed")}
     given = {"case": "4 senders to one receiver", "policy": "fuselink-paper", "results": results}
-    console.print(bench_rails._table([wide(RailsRecord, **given)] * 2))
+    show(console, bench_links._tables([wide(RailsRecord, **given)] * 2, bench_links._RAILS_COLUMNS))
 
 
 def print_prefill(console):
@@ -134,7 +145,7 @@ def print_prefill(console):
 def print_bench_schedule(console):
     modes = ("exact", "few", "spread-out")
     records = [wide(ScheduleRecord, mode=mode, num_nodes=nodes) for nodes in (8, 1024) for mode in modes]
-    console.print(bench_schedule._table(records))
+    console.print(bench_planning._schedule_table(records))
 
 
 def print_train(console):
@@ -162,19 +173,21 @@ def print_uses(console):
 
 CPU_VARIANTS = ("fusco", "no-balancer", "no-lanes", "no-planner", "no-engine", "baseline")
 TABLES = {
-    "shuffle": lambda console: shuffle_tables.print_cpu_records(of_variants(ShuffleRecord, *CPU_VARIANTS), console),
-    "shuffle, prefills": lambda console: shuffle_tables.print_cpu_records(
-        [each for batch in (0, 1) for each in of_variants(ShuffleRecord, *CPU_VARIANTS, batch=batch)], console
+    "shuffle": lambda console: print_shuffle(console, of_variants(ShuffleRecord, *CPU_VARIANTS)),
+    "shuffle, prefills": lambda console: print_shuffle(
+        console, [each for batch in (0, 1) for each in of_variants(ShuffleRecord, *CPU_VARIANTS, batch=batch)]
     ),
-    "shuffle, GPUs": lambda console: shuffle_tables.print_device_records(device_records(DeviceRecord, PEAKS), console),
-    "shuffle, nodes of GPUs": lambda console: shuffle_tables.print_internode_records(
-        device_records(InternodeRecord, ("paired_gbs", "spread_gbs"), emulation="set: nothing"), console
+    "shuffle, GPUs": lambda console: print_shuffle(console, device_records(DeviceRecord, PEAKS)),
+    "shuffle, nodes of GPUs": lambda console: print_shuffle(
+        console, device_records(InternodeRecord, ("paired_gbs", "spread_gbs"), emulation="set: nothing")
     ),
-    "all-to-all": lambda console: bench_alltoall._print(
-        [wide(ExchangeRecord, matrix=matrix, schedule="spread-out", errors=[]) for matrix in ("zipf", "trace")], console
+    "all-to-all": lambda console: console.print(
+        bench_alltoall._table(
+            [wide(ExchangeRecord, matrix=matrix, schedule="spread-out", errors=[]) for matrix in ("zipf", "trace")]
+        )
     ),
     "balancers": lambda console: console.print(
-        bench._table(
+        bench_planning._balancer_table(
             [wide(BalancerRecord, balancer=name, nodes=16, ranks_per_node=8) for name in ("lanes", "send-and-receive")],
             1000,
         )
@@ -224,6 +237,8 @@ def test_every_table_is_tested(monkeypatch):
 
     def note(table, *arguments, **options):
         caller = sys._getframe(1).f_code
+        if caller.co_name == "table_of":
+            caller = sys._getframe(2).f_code
         made.add((Path(caller.co_filename).name, caller.co_name))
         make(table, *arguments, **options)
 
@@ -235,7 +250,9 @@ def test_every_table_is_tested(monkeypatch):
         (name, function.name)
         for name, source in sources.items()
         for function in ast.walk(ast.parse(source))
-        if isinstance(function, ast.FunctionDef) and "ResultTable(" in ast.unparse(function)
+        if isinstance(function, ast.FunctionDef)
+        and function.name != "table_of"
+        and re.search(r"\b(ResultTable|table_of)\(", ast.unparse(function))
     }
     assert [name for name, source in sources.items() if "rich.table" in source] == ["tables.py"]
 
@@ -255,7 +272,7 @@ def test_a_table_that_is_too_wide_is_printed_in_parts_with_all_names():
 @pytest.mark.parametrize(("num_ranks", "ratio"), [(1, "-"), (2, "1.00")])
 def test_a_baseline_of_one_rank_alone_is_compared_with_nothing(num_ranks, ratio):
     records = device_records(DeviceRecord, PEAKS, nodes=1, ranks_per_node=num_ranks)
-    lines = shown(lambda console: shuffle_tables.print_device_records(records, console), 200).splitlines()
+    lines = shown(lambda console: print_shuffle(console, records), 200).splitlines()
     rows = [line.replace("\u2502", " ").split() for line in lines if "yes" in line]
     assert [row[5] for row in rows] == [ratio] * 3  # after variant, dispatch, combine, both and in a row
 
@@ -263,7 +280,7 @@ def test_a_baseline_of_one_rank_alone_is_compared_with_nothing(num_ranks, ratio)
 def test_two_nodes_that_share_a_gpu_say_so():
     shared = {"hardware": {**GPUS, "num_gpus": 1}, "peaks": {"paired_gbs": 1.0, "spread_gbs": 1.0}}
     records = of_variants(InternodeRecord, "fusco", nodes=2, ranks_per_node=1, num_sms={}, **shared)
-    text = shown(lambda console: shuffle_tables.print_internode_records(records, console), 200)
+    text = shown(lambda console: print_shuffle(console, records), 200)
     assert "2 nodes x 1 ranks" in text
     assert "2 ranks that share 1 x NVIDIA H200" in text
     assert "2 x NVIDIA H200" not in text.replace("that share 1 x", "")

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from fusco.bench.json_lines import write_json_lines
-from fusco.bench.traffic import write_trace
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.inputs.traffic import write_trace
 from fusco.core.cache import CacheFolder
 from fusco.core.files import written_beside
 from fusco.core.timeline import Span, write_chrome_trace

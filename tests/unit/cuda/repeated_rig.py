@@ -23,7 +23,7 @@ from fusco import (
     StaticRows,
     Topology,
 )
-from fusco.bench.null_device import NullLibrary, null_communicator, null_device
+from fusco.bench.host.null_device import NullLibrary, null_communicator, null_device
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.nccl import NcclTransport
 from store_gathers import on_ranks

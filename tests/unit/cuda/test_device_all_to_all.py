@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusco.bench.matrices import make_matrix
+from fusco.bench.inputs.matrices import make_matrix
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import MessageRounds

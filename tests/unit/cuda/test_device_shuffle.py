@@ -30,7 +30,7 @@ def lanes_pay():
     """Ranks are so unequal that lanes are used, however little they send; rings are small."""
     with (
         mock.patch("fusco.engine.all_to_all.are_lanes_worth_it", return_value=True),
-        mock.patch("fusco.bench.null_device.Settings", lambda **given: Settings(**given | {"slice_bytes": 4096})),
+        mock.patch("fusco.bench.host.null_device.Settings", lambda **given: Settings(**given | {"slice_bytes": 4096})),
     ):
         yield
 

@@ -28,7 +28,7 @@ def test_benchmarks_need_a_gpu():
 )
 def test_benchmarks_without_a_case_say_so(arguments, expected, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for function in ("offload.run", "rails.suite.run_suite"):
+    for function in ("offload.copies.run", "rails.suite.run_suite"):
         monkeypatch.setattr(f"fusco.bench.{function}", lambda *_: (record for record in ()))
     done = CliRunner().invoke(app, ("bench", *arguments))
     assert isinstance(done.exception, ValueError)

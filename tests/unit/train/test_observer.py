@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fusco.bench.stopwatch import SectionTimer
+from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.fsdp.dispatcher import Arrival
 from fusco.train.observer import SECTIONS, ObservingDispatcher
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fusco.bench.traffic import Trace, check_trace_path, write_trace
+from fusco.bench.inputs.traffic import Trace, check_trace_path, write_trace
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".npy"])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.bench.prefill.iterations import CallClock
-from fusco.bench.stopwatch import SectionTimer
 from fusco.core.config import StaticRows
 from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
 

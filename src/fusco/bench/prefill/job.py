@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from fusco.bench.inputs.prompts import prompt_lengths
 from fusco.bench.prefill.routing import ROUTINGS, check_routing
-from fusco.bench.prompts import prompt_lengths
 from fusco.fsdp.qwen3 import Qwen3Shape
 
 # Small enough for two cores; experts and top-k are those of the routing that is replayed.

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.json_lines import write_json_lines
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
 from fusco.bench.prefill.iterations import Iteration, measure
 from fusco.bench.prefill.job import PrefillJob
@@ -19,7 +21,6 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
-from fusco.bench.prompts import describe_prompts, prompt_lengths
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
@@ -69,20 +70,25 @@ class PrefillBench:
         deviations = self._compare(prompts, variants)
         on_step()
         all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
-        iterations: dict[str, list[Iteration]] = {variant.name: [] for variant in variants}
         dtype = self._job.dtype
         verified = [each for each in variants if not any(found.failures(dtype) for found in all_of[each.name])]
-        for _ in range(_NUM_WARM_UPS + self._job.num_iterations):
-            for variant in verified:
-                iterations[variant.name].append(self._iteration(prompts, variant))
-            on_step()
+        iterations = measure_in_turn(
+            {variant.name: variant for variant in verified},
+            lambda variant: self._iteration(prompts, variant),
+            on_step,
+            num_warm_ups=_NUM_WARM_UPS,
+            num_iterations=self._job.num_iterations,
+        )
         sections = self._sections(prompts, verified, on_step)
-        of_ranks = self._gather({name: found[_NUM_WARM_UPS:] for name, found in iterations.items()})
+        of_ranks = self._gather(iterations)
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
         found = []
-        for name in iterations:
-            of_all = list(zip(*(rank[name] for rank in of_ranks), strict=True))
-            measured = Measured(iterations=of_all, section_ms=sections.get(name, {}), deviations=all_of[name])
+        for name, of_all in all_of.items():
+            measured = Measured(
+                iterations=list(zip(*(rank.get(name, ()) for rank in of_ranks), strict=True)),
+                section_ms=sections.get(name, {}),
+                deviations=of_all,
+            )
             found.append(summarize(self._job, case, name, measured, peak))
         return found
 

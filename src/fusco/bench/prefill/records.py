@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, commit, hardware, versions
+from fusco.bench.harness.environment import Measurement, commit, hardware, record_of, versions
+from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.iterations import Iteration
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.prefill.variants import deep_ep_version
-from fusco.bench.prompts import describe_prompts, prompt_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,11 @@ class PrefillRecord(Case, Measurement):
     peak_memory_gib: float  # allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU
     job: dict[str, Any]  # its configuration
 
+    @property
+    def is_right(self) -> bool:
+        """Verified."""
+        return self.verified
+
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedRecord:
@@ -80,28 +85,30 @@ class SkippedRecord:
 
 def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, peak_memory_bytes: int) -> PrefillRecord:
     """Return the record of a variant in a case."""
-    num_tokens = sum(map(sum, case.lengths))
+    num_tokens, sections = sum(map(sum, case.lengths)), measured.section_ms
     times = [max(rank.ms for rank in ranks) for ranks in measured.iterations]
     typical_ms = median(times) if times else 0.0
-    sections = measured.section_ms
     errors = [
         f"rank {rank}: {failure}"
         for rank, deviation in enumerate(measured.deviations)
         for failure in deviation.failures(job.dtype)
     ]
-    return PrefillRecord(
-        **vars(case),
+
+    def largest(name: str) -> float:
+        return max(getattr(each, name) for each in measured.deviations)
+
+    return record_of(
+        PrefillRecord,
+        case,
         variant=variant,
         ttft_ms=round(typical_ms, 3),
         p99_ms=round(float(np.percentile(times, 99)), 3) if times else 0.0,
         slowest_ms=max(times, default=0.0),
         tokens_per_s=round(num_tokens / typical_ms * 1e3) if typical_ms else 0,
-        dispatch_ms=round(sections.get("dispatch", 0.0), 3),
-        combine_ms=round(sections.get("combine", 0.0), 3),
+        **{f"{verb}_ms": round(sections.get(verb, 0.0), 3) for verb in ("dispatch", "combine")},
         shuffle_share=round((sections["dispatch"] + sections["combine"]) / sections["prefill"], 4) if sections else 0.0,
-        layer_error=max(each.layer for each in measured.deviations),
-        logits_error=max(each.logits for each in measured.deviations),
-        typical_logits_error=max(each.typical_logits for each in measured.deviations),
+        layer_error=largest("layer"),
+        **{f"{name}_error": largest(name) for name in ("logits", "typical_logits")},
         same_next_tokens=round(sum(each.num_same_tokens for each in measured.deviations) / num_tokens, 5),
         verified=not errors,
         errors=errors,

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.baseline import BaselineShuffle
-from fusco.bench.peers import BufferShuffle
 from fusco.bench.prefill.dispatchers import (
     ReferenceDispatcher,
     ShuffleDispatcher,
@@ -27,6 +25,8 @@ from fusco.bench.prefill.dispatchers import (
 )
 from fusco.bench.prefill.iterations import CallClock
 from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.shuffle.baseline import BaselineShuffle
+from fusco.bench.shuffle.peers import BufferShuffle
 from fusco.core.config import Launch, Settings
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fusco.bench.harness.worker import Worker
 from fusco.bench.names import MAX_CASE_S
-from fusco.bench.worker import Worker
 from fusco.rails import POLICIES, Channel, Endpoint, Policy, Rail
 from fusco.testbed import Namespaces, Testbed
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusco.bench.environment import Measurement, versions
+from fusco.bench.harness.environment import Measurement, versions
 from fusco.testbed import Testbed
 
 
@@ -25,6 +25,13 @@ class RailsRecord(Measurement):
     bits_per_s: int  # of a rail, headers included
     results: dict[str, float]  # measured values by name, with units
     versions: dict[str, str] = field(default_factory=lambda: versions("pyroute2"), kw_only=True)
+
+    @property
+    def title(self) -> str:
+        """Title of a table of such records."""
+        analogue = "" if self.analogue == "none" else f" (FuseLink, {self.analogue})"
+        rails = f"{self.num_rails} rails of {self.bits_per_s / 1e9:g} Gbit/s"
+        return f"{self.benchmark}{analogue}: {self.num_hosts} hosts, {rails}"
 
 
 class CaseResult(NamedTuple):

@@ -11,9 +11,9 @@ from statistics import median
 
 import torch
 
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.offload_peer import Peer
-from fusco.bench.worker import Worker
+from fusco.bench.harness.environment import Measurement, hardware
+from fusco.bench.harness.worker import Worker
+from fusco.bench.offload.peer import Peer
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
@@ -51,6 +51,11 @@ class OffloadRecord(Measurement):
     chunk_bytes: int  # bytes of what one launch copies; 0: all of it
     results: dict[str, float]  # measured values by name, with units. GB/s are 1e9 bytes.
     hardware: dict[str, str | int | float] = field(default_factory=lambda: hardware("cuda"), kw_only=True)
+
+    @property
+    def title(self) -> str:
+        """Title of a table of such records."""
+        return self.benchmark
 
 
 class Memory:

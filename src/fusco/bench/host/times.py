@@ -17,8 +17,8 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.api.validation import Validator
-from fusco.bench.environment import Measurement, hardware
-from fusco.bench.null_device import NullLibrary, keep_freed_memory, null_communicator, null_device
+from fusco.bench.harness.environment import Measurement, hardware
+from fusco.bench.host.null_device import NullLibrary, keep_freed_memory, null_communicator, null_device
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access

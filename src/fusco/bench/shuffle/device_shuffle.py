@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
-from fusco.bench.links import DevicePeaks, measure_device_links
-from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.stopwatch import RankTimer
-from fusco.bench.traffic import Workload, WorldInput
-from fusco.bench.variants import PEERS, recorded_variant
-from fusco.bench.verification import expected_rows, verify
+from fusco.bench.harness.links import DevicePeaks, measure_device_links
+from fusco.bench.harness.stopwatch import RankTimer
+from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.variants import PEERS, recorded_variant
+from fusco.bench.shuffle.verification import expected_rows, verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span

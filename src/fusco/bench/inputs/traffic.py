@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusco.bench.arrays import load_arrays
+from fusco.bench.inputs.arrays import load_arrays
+from fusco.bench.inputs.prompts import Batch
 from fusco.bench.names import REPLAYED, Pattern
-from fusco.bench.prompts import Batch
 from fusco.core.files import written_beside
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fusco.bench.matrices import rows_of_routing
-from fusco.bench.no_planner import expand
-from fusco.bench.traffic import Workload
-from fusco.bench.variants import balancer_of, has_fixed_messages
+from fusco.bench.inputs.matrices import rows_of_routing
+from fusco.bench.inputs.traffic import Workload
+from fusco.bench.shuffle.no_planner import expand
+from fusco.bench.shuffle.variants import balancer_of, has_fixed_messages
 from fusco.core.lanes import IntArray
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.forwarding import plan_forwarding

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fusco.bench.stopwatch import RankTimer
+from fusco.bench.harness.stopwatch import RankTimer
 from fusco.core.topology import Topology
 
 # Of a message, and of a copy: large enough that latency counts for little.

@@ -1,6 +1,6 @@
 """Names of the variants that ``fusco bench shuffle`` compares, and which of them are measured where.
 
-The command line reads them, so this loads no torch; ``fusco.bench.shuffle_factory`` makes them.
+The command line reads them, so this loads no torch; ``fusco.bench.shuffle.factory`` makes them.
 """
 
 from __future__ import annotations

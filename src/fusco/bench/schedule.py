@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from fusco.bench.environment import Measurement
-from fusco.bench.matrices import make_matrix
+from fusco.bench.harness.environment import Measurement
+from fusco.bench.inputs.matrices import make_matrix
 from fusco.schedule import Links, Stages, choose_mode, decompose, lower_bound_bytes, spread_out, stages_us, warm_up
 from fusco.schedule.stages import IntArray
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 import fusco
 from fusco.core.environment import may_share_gpus
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance  # exists for type checkers only
+
+_Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 def versions(*more: str) -> dict[str, str]:
@@ -46,7 +52,7 @@ def commit() -> str:
 
     A repository that encloses an installation, such as one with a virtual environment in it, is not fusco's.
     """
-    return describe_commit(Path(__file__).parents[1])
+    return describe_commit(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,25 @@ class Measurement:
     versions: dict[str, str] = field(default_factory=versions)
     hardware: dict[str, str | int | float] = field(default_factory=hardware)
     commit: str = field(default_factory=commit)
+
+
+def record_of(kind: type[_Record], *sources: object, **values: Any) -> _Record:
+    """Return a record (a dataclass) with these values; other fields are the attributes of ``sources`` by their names.
+
+    Earlier sources come first. With a field ``device``, ``hardware`` is that of the device.
+
+    >>> @dataclass
+    ... class Row:
+    ...     height: int
+    ...     name: str = "none"
+    >>> record_of(Row, Path("/a/b"), height=2)
+    Row(height=2, name='b')
+    """
+    if "device" in (names := [each.name for each in fields(kind)]) and "hardware" in names:
+        device = values.get("device") or next(source.device for source in sources if hasattr(source, "device"))
+        values = {"hardware": hardware(device), **values}
+    of_sources = {name: getattr(each, name) for each in reversed(sources) for name in names if hasattr(each, name)}
+    return kind(**{**of_sources, **values})
 
 
 def describe_commit(package: Path) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from fusco.bench.links import LinkPeaks, measure_links
-from fusco.bench.shuffle_factory import Shuffle, ShuffleFactory
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.stopwatch import CoreTimes
-from fusco.bench.traffic import Workload, WorldInput
-from fusco.bench.verification import verify
+from fusco.bench.harness.links import LinkPeaks, measure_links
+from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.harness.stopwatch import CoreTimes
+from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.verification import verify
 from fusco.core.profile import CallProfile
 from fusco.ranks.progress import ProgressReporter
 
@@ -30,7 +31,7 @@ class Iteration:
     cores: CoreTimes
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankResult:
     """Measurements of one rank with one workload.
 
@@ -38,30 +39,31 @@ class RankResult:
     """
 
     links: LinkPeaks
-    errors: dict[str, list[str]] = field(default_factory=dict)
-    iterations: dict[str, list[Iteration]] = field(default_factory=dict)
+    errors: dict[str, list[str]]
+    iterations: dict[str, list[Iteration]]
 
 
 def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
     rank = dist.get_rank(group)
     num_steps = sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
-    progress = ProgressReporter(rank, progress_port, num_steps)
+    advance = ProgressReporter(rank, progress_port, num_steps).advance
     links, results = measure_links(group, run.topology), []
     with ShuffleFactory(group, run) as factory:
         for workload in run.workloads:
-            result, world = RankResult(links), WorldInput.of(workload)
+            errors, world = dict[str, list[str]](), WorldInput.of(workload)
             variants = {name: factory.make(name, workload, world) for name in run.variants}
             for name, shuffle in variants.items():
-                result.errors[name] = verify(shuffle, workload, world, rank)
-                progress.advance()
-            num_warm_ups = _num_warm_ups(workload)
-            for iteration in range(num_warm_ups + run.num_iterations):
-                kept = result.iterations if iteration >= num_warm_ups else {}
-                for name, shuffle in variants.items():
-                    kept.setdefault(name, []).append(_measure(shuffle, group))
-                progress.advance()
-            results.append(result)
+                errors[name] = verify(shuffle, workload, world, rank)
+                advance()
+            iterations = measure_in_turn(
+                variants,
+                lambda shuffle: _measure(shuffle, group),
+                advance,
+                num_warm_ups=_num_warm_ups(workload),
+                num_iterations=run.num_iterations,
+            )
+            results.append(RankResult(links, errors, iterations))
     return results
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusco.bench.links import exchange_messages
+from fusco.bench.harness.links import exchange_messages
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology

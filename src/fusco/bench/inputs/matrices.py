@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusco.bench.arrays import load_array, load_integers_of_csv
+from fusco.bench.inputs.arrays import load_array, load_integers_of_csv
 from fusco.bench.names import ExchangeMatrix, MatrixKind
 from fusco.schedule.matrix import as_matrix
 from fusco.schedule.stages import IntArray
 
 if TYPE_CHECKING:
-    from fusco.bench.traffic import Workload  # it loads torch
+    from fusco.bench.inputs.traffic import Workload  # it loads torch
 
 _LARGEST = 1 << 30  # before scaling: fine enough that rounding does not show
 
@@ -57,7 +57,6 @@ def make_rank_bytes(
     matrix: ExchangeMatrix,
     num_ranks: int,
     bytes_per_rank: int,
-    *,
     skew: float = 0.0,
     seed: int = 0,
     workload: Workload | None = None,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusco.bench.baseline import weighted_sum
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
+from fusco.bench.shuffle.baseline import weighted_sum
 from fusco.core.profile import CallProfile
 
 _NUM_SMS = 64  # of 16, 24, 64 and 128, nearly the fastest on 2 and on 4 H200; its default of 20 is for overlap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusco.bench.traffic import Workload
+from fusco.bench.inputs.traffic import Workload
 from fusco.core.config import Settings
 from fusco.core.topology import Topology
 
@@ -14,7 +14,7 @@ class ShuffleRun:
     """Several workloads that differ in their routing only, and how to measure them."""
 
     workloads: tuple[Workload, ...]  # one for each kind of traffic, at least one
-    variants: tuple[str, ...]  # names of ``fusco.bench.variants``
+    variants: tuple[str, ...]  # names of ``fusco.bench.shuffle.variants``
     settings: Settings  # of fusco's communicators
     balancer: str  # a name of ``fusco.BALANCERS``
     num_iterations: int  # how many are timed

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.bench.baseline import BaselineShuffle
-from fusco.bench.internode_bytes import num_copies
-from fusco.bench.no_engine import NoEngineShuffle
-from fusco.bench.no_planner import expand, sum_copies
-from fusco.bench.peers import BufferShuffle, ElasticBufferShuffle
-from fusco.bench.shuffle_run import ShuffleRun
-from fusco.bench.traffic import Workload, WorldInput
-from fusco.bench.variants import WITHOUT_LANES, balancer_of
+from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.shuffle.baseline import BaselineShuffle
+from fusco.bench.shuffle.internode_bytes import num_copies
+from fusco.bench.shuffle.no_engine import NoEngineShuffle
+from fusco.bench.shuffle.no_planner import expand, sum_copies
+from fusco.bench.shuffle.peers import BufferShuffle, ElasticBufferShuffle
+from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.variants import WITHOUT_LANES, balancer_of
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusco.bench.shuffle_factory import Shuffle
-from fusco.bench.traffic import Workload, WorldInput
+from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.shuffle.factory import Shuffle
 
 
 def verify(shuffle: Shuffle, workload: Workload, world: WorldInput, rank: int, max_spare_rows: int = 0) -> list[str]:

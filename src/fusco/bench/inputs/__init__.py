@@ -1,0 +1,1 @@
+"""Inputs of benchmarks: routing, prompts, matrices, files of arrays."""

@@ -1,0 +1,1 @@
+"""``fusco bench offload``: copies between GPUs and pinned host memory."""

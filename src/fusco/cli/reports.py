@@ -1,0 +1,54 @@
+"""Reports of benchmarks: tables made of records, errors, JSON lines, the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.cli.tables import ResultTable
+
+Column = tuple[str, str | Callable[[Any], str]]  # a head, and what makes a cell of a record: a format or a function
+
+
+def table_of(
+    records: Sequence[Any],
+    title: str,
+    columns: Sequence[Column],
+    notes: Sequence[str] = (),
+    *,
+    left: Sequence[str] = ("",),
+    section: Callable[[Any], object] = lambda _: None,
+) -> ResultTable:
+    """Return a table with a row for each record, and a line below the last one of each section.
+
+    >>> len(table_of([1.25, 2.5], "numbers", [("one", "{:.1f}"), ("double", lambda each: str(2 * each))])._rows)
+    2
+    """
+    table = ResultTable(title, [head for head, _ in columns], notes, left=left)
+    for record, after in zip(records, [*records[1:], None], strict=True):
+        cells = (cell.format(record) if isinstance(cell, str) else cell(record) for _, cell in columns)
+        table.add_row(*cells, end_section=after is None or section(after) != section(record))
+    return table
+
+
+def report(
+    records: Sequence[Any],
+    shown: Iterable[RenderableType],
+    console: Console,
+    json: Path | None,
+    name: Callable[[Any], str] = str,
+) -> None:
+    """Print what is shown and the errors of records, with their names; write records; exit code 1 if one is wrong."""
+    for each in shown:
+        console.print(each)
+    for record in records:
+        for error in getattr(record, "errors", ()):
+            console.print(f"[red]{name(record)}: {error}[/]")
+    write_json_lines(records, json)
+    if not all(getattr(record, "is_right", True) for record in records):
+        raise typer.Exit(1)
