@@ -192,7 +192,7 @@ def _start(process: BaseProcess, rank: int) -> None:
 
 
 def _check_descriptors() -> None:
-    """Raise ``OSError`` without the descriptors that a start needs, halfway into which the forkserver prints a traceback."""
+    """Raise ``OSError`` without the descriptors of a start: the forkserver would print a traceback halfway."""
     with ExitStack() as taken:
         for _ in range(_STARTING_DESCRIPTORS):
             taken.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

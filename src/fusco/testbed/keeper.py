@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from fusco.rails.board import remove_boards
+from fusco.core.board_files import remove_boards
 from fusco.testbed.layout import Layout
 from fusco.testbed.namespaces import NEW_NAMES, NEW_NETWORK, become_root, set_host_name, unshare
 from fusco.testbed.network import Switch
@@ -71,7 +71,7 @@ class Keeper:
                 break
             time.sleep(_SECONDS_BETWEEN_SCANS)
         for inode in inodes:  # killed workers leave the board of their network
-            remove_boards(inode)
+            remove_boards("rails", inode)
 
 
 def _gain_privileges() -> bool:
