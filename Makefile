@@ -66,9 +66,9 @@ bench-gpu: setup
 bench-frameworks: setup
 	$(BIN)/python tools/bench_frameworks.py --carried $(CARRIED) $(BENCH)
 
-# Minutes of random work, faults and foreign clients; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
+# Minutes of random work, faults, foreign clients, hostile peers of rails and impossible addresses; ATTACK="--seconds 60 --seed 3 --only faults" chooses.
 attack: setup
-	PYTHONPATH=tests:tests/multirank $(BIN)/python -m attack $(ATTACK)
+	PYTHONPATH=tests:tests/multirank:tests/unit/rails $(BIN)/python -m attack $(ATTACK)
 
 lint: setup
 	$(BIN)/ruff check src tests examples tools

@@ -13,7 +13,7 @@ from rich.table import Table
 from attack.kinds import Attacks
 
 # Share of the time that each kind gets.
-_SHARES = {"random": 0.45, "soak": 0.15, "faults": 0.3, "clients": 0.1}
+_SHARES = {"random": 0.4, "soak": 0.15, "faults": 0.25, "clients": 0.1, "peers": 0.07, "addresses": 0.03}
 
 
 def main() -> int:

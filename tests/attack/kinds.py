@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import on_ranks
+from attack import on_ranks, rails_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -40,6 +40,8 @@ class Attacks:
             "soak": self.soak,
             "faults": self.faults,
             "clients": self.clients,
+            "peers": lambda number: rails_attacks.hostile_peers(self._random_of("peers", number)),
+            "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
         }
         warm_up()
 

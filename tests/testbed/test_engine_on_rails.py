@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fusco.rails.board import default_path
 from fusco.testbed import Testbed
 from fusco.testbed.job import rank_environment
 
@@ -54,10 +53,7 @@ class Job:
 @contextmanager
 def job_on(num_rails: int, *arguments: str):
     with Testbed(2, num_rails, RATE) as bed:
-        boards = [default_path(os.stat(bed.namespaces(host).network).st_ino) for host in range(2)]
         yield Job(bed, *arguments)
-    for board in boards:  # ranks that are killed leave it for the next worker of their network
-        board.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,18 @@ def test_closing_ends_the_processes():
         bed.set_rate(0, 0, RATE)
 
 
+def test_boards_of_killed_workers_are_removed():
+    register = (
+        "from fusco.rails.board import Board, NamedRail; import time; board = Board();"
+        "board.register(0, 1, [NamedRail('rail0', 0)]); print(board.path, flush=True); time.sleep(60)"
+    )
+    with Testbed(2, 1, "1gbit") as bed:
+        workers = [bed.spawn(host, [sys.executable, "-c", register], stdout=subprocess.PIPE) for host in range(2)]
+        boards = [Path(worker.stdout.readline().strip()) for worker in workers]
+        assert all(board.exists() for board in boards)
+    assert not any(board.exists() for board in boards)
+
+
 def test_entering_a_closed_testbed_is_refused():
     with Testbed(1, 1, RATE) as bed:
         namespaces = pickle.loads(pickle.dumps(bed.namespaces(0)))

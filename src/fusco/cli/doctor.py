@@ -126,6 +126,10 @@ def _cache() -> _Outcome:
 
 
 def _kernels() -> _Outcome:
+    from numba.core import config
+
+    if config.DISABLE_JIT:
+        return "NUMBA_DISABLE_JIT keeps numba from compiling", "unset NUMBA_DISABLE_JIT"
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     warm_up_cpu()

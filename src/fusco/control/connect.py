@@ -18,7 +18,7 @@ from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_transport import TcpTransport
 from fusco.control.transport import Mesh
 from fusco.control.watchdog import Peer, Watchdog
-from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, first_line, reason_of
+from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, first_line, name_ranks, reason_of
 
 _Connected = TypeVar("_Connected")
 
@@ -164,6 +164,8 @@ def _map_segments(store_gather: StoreGather, sizes: SegmentSizes, num_neighbours
 
 def raise_if_any(errors: Sequence[str], kind: type[FuscoError] = SharedMemoryError) -> None:
     """Raise ``kind`` if any rank has an error; ``errors`` are those of all ranks, by rank, ``""`` for none."""
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-    if failed:
+    error_to_ranks: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        error_to_ranks.setdefault(error, []).append(rank)
+    if failed := [f"{name_ranks(ranks)}: {error}" for error, ranks in error_to_ranks.items() if error]:
         raise kind("; ".join(failed))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import resource
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 
 class FuscoError(RuntimeError):
@@ -155,3 +156,14 @@ def reason_of(error: OSError) -> str:
         errno.ENFILE: "; all processes of this machine together have as many as it allows (sysctl fs.file-max)",
     }
     return f"{error.strerror or error}{limits.get(error.errno or 0, '')}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, given in ascending order; consecutive ones as a range.
+
+    >>> name_ranks([1]), name_ranks([0, 1, 2, 5])
+    ('rank 1', 'ranks 0-2, 5')
+    """
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

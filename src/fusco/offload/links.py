@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fusco.rails.board import NamedRail, named_path
+from fusco.core.board_files import board_pattern
+from fusco.rails.board import NamedRail
 from fusco.rails.rail import MAX_RAILS
 
 _GT_PER_S = (0, 2.5, 5, 8, 16, 32, 64)  # of one PCIe lane, by generation
@@ -92,4 +93,4 @@ def rails_of_links(links: Links) -> tuple[NamedRail, ...]:
 
 def links_board() -> Path:
     """Return the board of PCIe links: one for each user and pid namespace, since it names workers by pid."""
-    return named_path("links", os.stat("/proc/self/ns/pid").st_ino)
+    return board_pattern("links", os.stat("/proc/self/ns/pid").st_ino)

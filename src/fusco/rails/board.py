@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusco.core.board_files import board_pattern
 from fusco.rails.engine import NamedRail as _NamedRail, ask, functions
 from fusco.rails.rail import MAX_RAILS, Rail
 
@@ -22,7 +23,6 @@ POSTED, COMPLETED, LAST_TX, LAST_RX, TX_BYTES, RX_BYTES, RX_CHUNKS, BORROWED = r
 _GENERATION, _RAILS, _WORKERS, _CELLS = 24 // 8, 64 // 8, 1088 // 8, 8192 // 8
 _NUM_FIELDS = _CELLS + MAX_WORKERS * MAX_RAILS * FIELDS
 _LOCK_S = 10.0  # changes take microseconds
-_DIRECTORY = Path("/dev/shm")  # noqa: S108  the POSIX shared-memory file system of Linux
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,9 @@ class NamedRail:
     bits_per_s: int  # its speed; 0 if unknown
 
 
-def named_path(kind: str, namespace: int) -> Path:
-    """Return the pattern of this user's board for one kind of rails, in the namespace of an inode."""
-    return _DIRECTORY / f"fusco-{kind}-v1-{os.getuid()}-{namespace}.*"
-
-
 def default_path(network: int = 0) -> Path:
     """Return the pattern of this user's board in a network namespace, by inode, by default this one."""
-    return named_path("rails", network or os.stat("/proc/self/ns/net").st_ino)
+    return board_pattern("rails", network or os.stat("/proc/self/ns/net").st_ino)
 
 
 class _Board(ctypes.Structure):

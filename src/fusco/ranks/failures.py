@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
-from fusco.core.errors import FuscoError, PeerFailureError, RejectedInputError
+from fusco.core.errors import FuscoError, PeerFailureError, RejectedInputError, name_ranks
 
 _LOST_CONNECTION = "gloo/transport"  # in the text of a plain RuntimeError
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -94,7 +93,7 @@ def _summarize(failures: Mapping[int, RankFailure]) -> list[str]:
             sentence_to_ranks.setdefault(failures[ranks[0]].sentence, []).append(ranks[0])
             if ranks[1:]:
                 sentence_to_ranks[f"gave up for the same cause as rank {ranks[0]}"] = ranks[1:]
-    return [f"{_name(ranks)}: {sentence}" for sentence, ranks in sentence_to_ranks.items()]
+    return [f"{name_ranks(ranks)}: {sentence}" for sentence, ranks in sentence_to_ranks.items()]
 
 
 def error_text(error: BaseException) -> str:
@@ -105,14 +104,3 @@ def error_text(error: BaseException) -> str:
     """
     refused = _NO_MEMORY.search(str(error))
     return f"not enough memory for {int(refused[1]):,} bytes" if refused else str(error).strip()
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """Name ranks, given in ascending order; consecutive ones as a range.
-
-    >>> _name([1]), _name([0, 1, 2, 5])
-    ('rank 1', 'ranks 0-2, 5')
-    """
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
 from fusco.control.threads import within
+from fusco.core.errors import reason_of
 from fusco.ranks.failures import RankFailedError, RankFailure
 from fusco.ranks.progress import new_store
 from fusco.ranks.torchrun import backends_for, choose_gpu
@@ -31,6 +32,8 @@ PRELOADED = ["fusco.api.communicator", "fusco.ranks.local_world"]
 _GRACE_S = 30.0
 # Limit of a process's exit: interpreters end slowly on a machine with more ranks than cores.
 _LEAVING_S = 20.0
+# Descriptors open at once while a process is started: pipes to the forkserver, to the process, a socket, and to spare.
+_STARTING_DESCRIPTORS = 12
 
 
 class LocalWorld:
@@ -190,10 +193,19 @@ def _how_it_died(code: int | None) -> str:
 def _start(process: BaseProcess, rank: int) -> None:
     """Start a rank's process; ``RankFailedError`` if that fails."""
     try:
+        _check_descriptors()
         process.start()
     except (EOFError, OSError) as error:  # EOFError: the process that forks them has died
-        failure = RankFailure(f"its process could not be started: {type(error).__name__}: {error}")
+        reason = reason_of(error) if isinstance(error, OSError) else error
+        failure = RankFailure(f"its process could not be started: {type(error).__name__}: {reason}")
         raise RankFailedError({rank: failure}) from error
+
+
+def _check_descriptors() -> None:
+    """Raise ``OSError`` without the descriptors of a start: the forkserver would print a traceback halfway."""
+    with ExitStack() as taken:
+        for _ in range(_STARTING_DESCRIPTORS):
+            taken.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 @contextmanager

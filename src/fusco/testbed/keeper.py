@@ -2,7 +2,7 @@
 
 It reads requests from stdin and answers on stdout, one JSON line each. When stdin ends, however the process at its
 other end has ended, it kills all processes in the namespaces and exits; with it go the descriptors, and so the
-namespaces. Nothing of them has a name that could be left behind.
+namespaces, which have no name that could be left behind. Boards of rails have one, so it removes those.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from fusco.core.board_files import remove_boards
 from fusco.testbed.layout import Layout
 from fusco.testbed.namespaces import NEW_NAMES, NEW_NETWORK, become_root, set_host_name, unshare
 from fusco.testbed.network import Switch
@@ -69,6 +70,8 @@ class Keeper:
             if not inside:
                 break
             time.sleep(_SECONDS_BETWEEN_SCANS)
+        for inode in inodes:  # killed workers leave the board of their network
+            remove_boards("rails", inode)
 
 
 def _gain_privileges() -> bool:

@@ -81,6 +81,12 @@ def test_doctor_has_a_row_for_each_check_that_fails(monkeypatch):
     assert failed == {"CPU kernels": "missing", **dict.fromkeys(of_gpus, "optional")}
 
 
+def test_doctor_names_the_variable_that_disables_numba(monkeypatch):
+    monkeypatch.setattr("numba.core.config.DISABLE_JIT", 1)
+    finding = doctor._examine("CPU kernels", doctor._kernels, "missing", "missing")
+    assert (finding.state, finding.remedy) == ("missing", "unset NUMBA_DISABLE_JIT")
+
+
 def test_doctor_outlives_a_torch_that_cannot_be_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}

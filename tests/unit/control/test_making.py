@@ -16,10 +16,11 @@ from fusco import BALANCERS, Capacity, ExpertPlacement, Settings, Topology
 from fusco.api.create import CommunicatorParts, connect_parts
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import PeerInfo
+from fusco.control.connect import raise_if_any
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.tcp_transport import TcpTransport
 from fusco.core.config import EngineConfig
-from fusco.core.errors import PeerFailureError
+from fusco.core.errors import PeerFailureError, SharedMemoryError
 from store_gathers import on_ranks
 
 LIMIT_S = 10.0
@@ -44,6 +45,11 @@ def parts_of(store_gather) -> CommunicatorParts:
     capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
     config, peer_info = EngineConfig(topology, capacity, Settings()), PeerInfo(["here"] * 2, [], "127.0.0.1")
     return connect_parts(store_gather, config, peer_info, validator(store_gather.rank, capacity))
+
+
+def test_what_several_ranks_lack_is_said_once():
+    with pytest.raises(SharedMemoryError, match=r"^ranks 0-1, 3: no room; rank 4: no descriptors$"):
+        raise_if_any(["no room", "no room", "", "no room", "no descriptors"])
 
 
 @pytest.mark.parametrize("where", WHERE)

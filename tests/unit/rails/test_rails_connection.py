@@ -32,11 +32,11 @@ MESSAGE = random_bytes(SIZE).tobytes()
 
 
 @contextmanager
-def hostile_peer(tmp_path, rails=(0, 1)):
+def hostile_peer(tmp_path, rails=(0, 1), **options):
     """A channel of an endpoint with two rails to a peer that the test plays, and the peer's sockets."""
     with Endpoint(worker=0, rails=RAILS, board=tmp_path / "a", limits=LIMITS, timeout_s=20.0) as endpoint:
         address = endpoint.listen()
-        sockets = [connected_by_hand(address, b"n" * 16, rail) for rail in rails]
+        sockets = [connected_by_hand(address, b"n" * 16, rail, **options) for rail in rails]
         channel = endpoint.accept()
         wait_for(lambda: channel.rails == rails)
         yield channel, sockets
@@ -140,6 +140,21 @@ def test_garbage_of_a_peer_costs_its_rail_only(tmp_path, name):
             works.sendall(data(chunk=chunk, num_bytes=min(65536, SIZE - 65536 * chunk)))
         assert received.wait() == SIZE
         assert buffer == MESSAGE
+
+
+def test_a_peer_that_reconnects_without_reading_does_not_fill_memory(tmp_path):
+    with hostile_peer(tmp_path, rails=(0,), num_received_bytes=4096) as (channel, _):
+        address, most = channel._endpoint.listen(), 0
+        for _ in range(256):
+            channel.irecv(bytearray(1))
+        for _ in range(600):  # each time all grants are repeated on the rail that is left: 8 KiB
+            with suppress(OSError):
+                connected_by_hand(address, channel.name, 1).close()
+            most = max(most, channel._state.num_owed)
+            if channel.is_closed or 0 not in channel.rails:
+                break
+        assert channel.is_closed or 0 not in channel.rails
+        assert most < 3 << 20
 
 
 def test_chunks_that_are_replayed_change_nothing(tmp_path):

@@ -2,6 +2,8 @@
 
 import multiprocessing as mp
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from fusco import Topology
 from fusco.cli.running import choose_shape, num_devices
 from fusco.core.environment import SHARE_GPUS
 from fusco.ranks.emulation import describe_emulation, emulated_network
-from fusco.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked
+from fusco.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked, _start
 from fusco.ranks.torchrun import Launched
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
@@ -125,6 +127,28 @@ def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
             process.join(timeout=30)
         with pytest.raises(RankFailedError, match=r"^rank 0: its process died with exit code 3$"):
             world.start(rank_of, 2)
+
+
+def test_a_rank_without_descriptors_is_one_sentence(capfd):
+    context = mp.get_context("forkserver")
+    first = context.Process(target=os.getpid)  # the forkserver has its own descriptors from here on
+    first.start()
+    first.join()
+    free = [os.dup(0) for _ in range(6)]  # enough to reach the forkserver, which then misses the rest
+    for each in free:
+        os.close(each)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
+    try:
+        with pytest.raises(RankFailedError) as raised:
+            _start(context.Process(target=os.getpid), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert re.match(
+        r"rank 0: its process .*: Too many open files; this process may have \d+ \(ulimit -n\)$", str(raised.value)
+    )
+    time.sleep(0.5)
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [EOFError("unexpected EOF"), BlockingIOError(11, "Resource temporarily unavailable")])

@@ -286,6 +286,8 @@ void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *i
     if (!connection) continue;
     if (!(links >> rail & 1)) {
       channel_drop(connection, "the interface has no link", true);
+    } else if (connection_owes_too_much(connection)) {
+      channel_drop(connection, NOT_READ, true);
     } else if (connection_is_stalled(connection, now)) {
       channel_drop(connection, channel_wrong(channel, "the peer acknowledged nothing for %g s", limits->stall_s), true);
     }

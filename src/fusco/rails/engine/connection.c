@@ -19,7 +19,7 @@ enum {
   MAX_UNSENT_CREDITS = 2 << 20, /* bytes; a peer that reads leaves some hundred */
   LOW_TOS = 0x20, LOW_PRIORITY = 2,  /* RFC 3662: class CS1 in packets, the lowest band of queueing disciplines */
 };
-const char PEER_CLOSED[] = "the peer's process has closed it";
+const char NOT_READ[] = "the peer takes part, but does not read", PEER_CLOSED[] = "the peer's process has closed it";
 static const char ZEROS[64 * 1024]; /* sent for the rest of a chunk that the peer has got over another rail */
 
 static void release(struct watched *watched) {
@@ -52,7 +52,13 @@ bool configure_socket(int fd, int family, bool defers) {
   return works;
 }
 
+bool connection_owes_too_much(const struct connection *connection) {
+  return connection->num_credits - connection->credits_sent >= MAX_UNSENT_CREDITS;
+}
+
+/* One that owes too much is given up at the next look, so the record needs no room. */
 void connection_credit(struct connection *connection, const struct record *record) {
+  if (connection_owes_too_much(connection)) return;
   if (connection->num_credits + sizeof *record > connection->credit_room) {
     connection->credit_room = 2 * connection->credit_room + 64 * sizeof *record;
     connection->credits = realloc(connection->credits, connection->credit_room);
@@ -194,7 +200,7 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
   const char *why = NULL;
   bool has_payload = false;
   while (budget > 0 && !connection->is_closed && !why) {
-    if (connection->num_credits - connection->credits_sent > MAX_UNSENT_CREDITS) return "the peer sends, but does not read";
+    if (connection_owes_too_much(connection)) return NOT_READ;
     bool is_wanted = false;
     char *memory = (char *)record + connection->num_header;
     size_t room = RECORD_BYTES - connection->num_header;

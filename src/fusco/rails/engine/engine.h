@@ -213,7 +213,8 @@ struct connection {
 struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation);
 void connection_credit(struct connection *connection, const struct record *record);
 bool connection_has_output(const struct connection *connection);
-extern const char PEER_CLOSED[]; /* the peer's kernel has ended a connection in order, as only processes do that end */
+bool connection_owes_too_much(const struct connection *connection);
+extern const char NOT_READ[], PEER_CLOSED[]; /* the latter: the peer's kernel has ended a connection in order, as only processes do that end */
 const char *connection_write(struct connection *connection); /* NULL, or why it has failed */
 const char *connection_read(struct connection *connection, ssize_t budget); /* the same, after so many bytes or all */
 struct posted *connection_find(struct connection *connection, uint64_t seq, uint32_t chunk);
