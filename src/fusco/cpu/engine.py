@@ -349,8 +349,7 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
 
     def connect() -> Transport:
         if has_rails:
-            neighbours = topology.node_to_ranks[local_node]
-            return RailTransport(store_gather, peers, neighbours, configured_rails, connections.secret)
+            return RailTransport(store_gather, peers, configured_rails, connections.secret)
         return TcpTransport(store_gather, peers, connections.listen_on, connections.secret)
 
     watchdog.begin(0, "Communicator")

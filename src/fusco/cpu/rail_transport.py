@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from fusco.control.bootstrap import host_identity
 from fusco.control.connect import raise_if_any
 from fusco.control.store_gather import StoreGather
 from fusco.control.transport import Message, Ticket, memory_of
@@ -31,11 +32,10 @@ class RailTransport:
         self,
         store_gather: StoreGather,
         peers: Sequence[int],
-        neighbours: Sequence[int],
         find_rails: Callable[[int], Sequence[Rail]],
         secret: str,
     ) -> None:
-        """Connect, together with all ranks, to ``peers`` of other nodes; ``neighbours`` are the ranks of this node.
+        """Connect, together with all ranks, to ``peers`` of other nodes.
 
         ``find_rails`` returns the rails of this host for a number of workers; ``secret`` names the channels. Raises
         ``TransportError`` on all ranks if one cannot listen on its rails, and as ``StoreGather.wait_until``.
@@ -43,9 +43,10 @@ class RailTransport:
         self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
         self._endpoint: Endpoint | None = None
-        # Ranks in namespaces of their own have NICs of their own, and are alone there.
-        networks = store_gather.all_gather("networks", os.stat("/proc/self/ns/net").st_ino)
-        together = [rank for rank in neighbours if networks[rank] == networks[self._rank]]
+        # Ranks of a host share its NICs, whatever nodes they are in; those in namespaces of their own have their own.
+        network = [host_identity(), os.stat("/proc/self/ns/net").st_ino]
+        networks = store_gather.all_gather("networks", network)
+        together = [rank for rank, other in enumerate(networks) if other == network]
         try:
             try:
                 worker, rails = together.index(self._rank), find_rails(len(together))

@@ -19,7 +19,10 @@ SECRET = "0123456789abcdef" * 2
 LIMIT_S = 20.0
 SIOCOUTQNSD = 0x894B  # of linux/sockios.h
 
-RAILS = [Rail("lo", f"127.0.0.{i + 1}", (0,) * (not i)) for i in range(3)]
+
+def rails_of(num_workers):
+    """Three rails of this host, of which all its workers own the first."""
+    return [Rail("lo", f"127.0.0.{i + 1}", tuple(range(num_workers)) * (not i)) for i in range(3)]
 
 
 @pytest.fixture(params=["TCP", "rails"])
@@ -31,7 +34,7 @@ def transport_of(request):
         others = [other for other in range(store_gather.world_size) if other != rank]
         if request.param == "TCP":
             return TcpTransport(store_gather, others, "127.0.0.1", SECRET)
-        return RailTransport(store_gather, others, [rank], lambda _: RAILS, SECRET)
+        return RailTransport(store_gather, others, rails_of, SECRET)
 
     return make
 
@@ -60,6 +63,19 @@ def test_messages_of_all_peers_arrive_in_order(transport_of, num_elements):
         return in_order and all((memory == 10 * peer + n).all() for (peer, n), memory in received.items())
 
     assert on_ranks(3, talk) == dict.fromkeys(range(3), True)
+
+
+def test_ranks_of_a_host_are_workers_of_it_though_they_are_nodes_of_their_own():
+    def number(store_gather):
+        rank, lent = store_gather.rank, []
+        others = [other for other in range(4) if other != rank]
+        find_rails = lambda num_workers: lent.append(num_workers) or rails_of(num_workers)  # noqa: E731
+        transport = RailTransport(store_gather, others, find_rails, SECRET)
+        store_gather.all_gather("all are connected", None)
+        transport.close()
+        return lent
+
+    assert on_ranks(4, number) == {rank: [4] for rank in range(4)}
 
 
 def test_a_message_waits_until_its_receive_is_posted(transport_of):
