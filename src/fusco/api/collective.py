@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.session import Session
-from fusco.core.errors import SharedMemoryError, first_line
+from fusco.core.errors import RowOverflowError, SharedMemoryError, first_line
 from fusco.core.movable import require_movable_tensors
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, LateRejection, Pending, Request
@@ -16,7 +16,7 @@ from fusco.engine.base import Engine, LateRejection, Pending, Request
 RequestT = TypeVar("RequestT", bound=Request)
 _Result = TypeVar("_Result")
 
-_REFUSALS_IN_PREPARATION = (TypeError, ValueError, SharedMemoryError)
+_REFUSALS_IN_PREPARATION = (TypeError, ValueError, SharedMemoryError, RowOverflowError)
 
 
 def run_collective(

@@ -155,7 +155,9 @@ class Communicator(Membership):
 
         Raises:
             RowOverflowError: on a rank whose static output, or message to another node, is too small. The CPU raises it
-                here, CUDA from ``synchronize``, ``close``, or the next collective, which all ranks then cancel.
+                here, CUDA from ``synchronize``, ``close``, or the first collective that begins once the device has made
+                the plan, which all ranks then cancel. If the device has not yet when an exactly sized dispatch begins,
+                that dispatch waits for it and raises the error, on this rank alone: on others it is complete.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads = _as_list(x)

@@ -18,7 +18,7 @@ from fusco.control.keeping import leak
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
-from fusco.core.errors import RowOverflowError, Stall
+from fusco.core.errors import Stall
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes
@@ -56,7 +56,6 @@ from fusco.engine.base import (
 from fusco.engine.byte_stream import run_stream
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.rank_links import lane_links
-from fusco.planner.routing import describe_invalid_id
 from fusco.schedule.cost import CUDA_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
 
@@ -70,7 +69,7 @@ class Shuffle(Protocol[_PlanT]):
     """Dispatch and combine, within one node or between several. Everything is launched on the given stream."""
 
     def pending_error(self) -> Exception | None:
-        """Return and clear an error of an earlier call, beyond those of plans."""
+        """Return and clear an error of an earlier call into static rows, which no host waits for."""
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
@@ -161,14 +160,6 @@ class CudaEngine:
         return True
 
     def pending_error(self) -> Exception | None:
-        report = self._arena.plan_report
-        if invalid := report.take_invalid_pair(is_static=True):  # no host waits for such a dispatch
-            src, token, k, expert_id = invalid
-            reason = describe_invalid_id(token, k, expert_id, self._placement.num_experts)
-            return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
-        if overflow := report.take_overflow():
-            needed, limit = overflow
-            return RowOverflowError(self._rank, limit, needed)
         return self._shuffle.pending_error()
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:

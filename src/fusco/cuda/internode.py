@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusco.core.config import Launch
-from fusco.core.errors import MismatchError, RowOverflowError
+from fusco.core.errors import MismatchError
 from fusco.core.groups import Groups
 from fusco.core.lanes import Lanes
 from fusco.core.profile import Call, CallProfile
@@ -104,9 +104,9 @@ class InternodeShuffle:
         """Memory for the routing that repeated dispatches send and receive, uint8 (2, ...)."""
         return torch.empty(2, self._layout.repeated_routing_bytes // 2, dtype=torch.uint8, device=self._arena.device)
 
-    def pending_error(self) -> RowOverflowError | None:
-        """Return and clear the error of a message of fixed size that was too small."""
-        return self.message_rows.pending_error()
+    def pending_error(self) -> Exception | None:
+        """Return and clear an error of an earlier plan into static rows, or of a message of fixed size."""
+        return self._planner.pending_error() or self.message_rows.pending_error()
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
@@ -126,6 +126,8 @@ class InternodeShuffle:
             )
         self.latest_dispatch = latest = LatestDispatch(terms, launched, packed)
         num_rows_to_node = self.message_rows.published(routing, terms)
+        if terms.max_rows is None and (earlier := self.pending_error()):  # the device has run all earlier calls
+            raise earlier
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
@@ -275,7 +277,7 @@ class InternodeShuffle:
     ) -> None:
         """Note the rows without a token, and raise the rejection of an id that a plan found to be invalid."""
         ids = request.routing.topk_idx
-        if rejection := self._planner.rejection_of(ids):
+        if rejection := self._planner.rejection_of(ids) or self.pending_error():
             raise LateRejection(rejection)
         num_empty = self.message_rows.num_empty(ids.shape, terms.ticket)
         if terms.max_rows is not None:

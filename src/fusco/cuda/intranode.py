@@ -33,8 +33,9 @@ class IntranodeShuffle:
         self._context, self._planner, self._own_rows = context, planner, own_rows
         self.launched: list[PreparedLaunch] = []  # by the latest call
 
-    def pending_error(self) -> None:
-        """Return no error: plans report all that there are."""
+    def pending_error(self) -> Exception | None:
+        """Return and clear an error of an earlier plan into static rows."""
+        return self._planner.pending_error()
 
     def prepare_dispatch(
         self, request: DispatchRequest, call: Call, stream: torch.cuda.Stream
@@ -99,7 +100,7 @@ class IntranodeShuffle:
         profile.wire_s += perf_counter() - planned
         if not request.static:
             rows = self._size_exactly(plan, rows, transfer)
-        if not request.static and (rejection := planner.rejection_of(routing.topk_idx)):
+        if not request.static and (rejection := planner.rejection_of(routing.topk_idx) or self.pending_error()):
             raise LateRejection(rejection)
         assert rows is not None
         self.launched = transfer.launched

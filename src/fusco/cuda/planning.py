@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusco.core.errors import RejectedInputError, Stall
+from fusco.core.errors import RejectedInputError, RowOverflowError, Stall
 from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan, capture_number
@@ -133,10 +133,7 @@ class DevicePlanner:
         return num_slots
 
     def rejection_of(self, topk_idx: torch.Tensor) -> Exception | None:
-        """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection.
-
-        ``Engine.pending_error`` returns those of earlier plans, into static rows.
-        """
+        """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection."""
         invalid = self._arena.plan_report.take_invalid_pair(is_static=False)
         if invalid is None:
             return None
@@ -147,3 +144,15 @@ class DevicePlanner:
         if src == self._arena.rank:
             return ValueError(reason)
         return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")
+
+    def pending_error(self) -> Exception | None:
+        """Return and clear an error of an earlier plan into static rows: no host has waited for it."""
+        report = self._arena.plan_report
+        if invalid := report.take_invalid_pair(is_static=True):
+            src, token, k, expert_id = invalid
+            reason = describe_invalid_id(token, k, expert_id, self._placement.num_experts)
+            return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
+        if overflow := report.take_overflow():
+            needed, limit = overflow
+            return RowOverflowError(self._arena.rank, limit, needed)
+        return None

@@ -290,7 +290,7 @@ class RepeatedDispatch(Repeated):
         outcome = self._wait_for_size(plan)
         if plan.num_slots != self._num_slots:
             narrowed(outputs, plan.num_slots)
-        if outcome < 0 and (rejection := self._planner.rejection_of(topk_idx)):
+        if outcome < 0 and (rejection := self._planner.rejection_of(topk_idx) or self._planner.pending_error()):
             raise LateRejection(rejection)
 
     def _wait_for_size(self, plan: DevicePlan) -> int:

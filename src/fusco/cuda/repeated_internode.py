@@ -41,7 +41,7 @@ from fusco.cuda.repeated_calls import (
 )
 from fusco.cuda.routing_messages import RoutingMessages
 from fusco.cuda.slice_sender import forwarded_starts, num_rows_per_slice
-from fusco.engine.base import CombineRequest, DispatchRequest, RedispatchRequest
+from fusco.engine.base import CombineRequest, DispatchRequest, LateRejection, RedispatchRequest
 
 _PATIENCE_MS = 2.0  # of compiled code for a plan, which comes after messages
 _ALIGNMENT = 16  # of rows, in bytes
@@ -232,6 +232,8 @@ class RepeatedInternodeDispatch(RepeatedDispatch):
         super().finish(plan, outputs, topk_idx)
         if not self._static:
             plan.num_empty_rows = self._num_empty = self._message_rows.num_empty(self._shape, self._message_rows.ticket)
+            if overflow := self._message_rows.pending_error():
+                raise LateRejection(overflow)
 
 
 def _part_fields(parts: Sequence[Part], address: int, forwarding: int) -> list[Field]:

@@ -43,7 +43,7 @@ def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticRows | None) -> Exc
     )
     try:
         at.dispatch(request)
-    except ValueError as error:
+    except (ValueError, RowOverflowError) as error:
         return error
     return None
 
@@ -63,18 +63,21 @@ def on_ranks(program: Any, order: int) -> list[Any]:
 
 @pytest.mark.parametrize("order", range(4))
 @pytest.mark.parametrize("num_tokens", [2, 8])  # fewer than the earlier dispatch had, and as many
-def test_an_exact_dispatch_is_not_blamed_for_an_earlier_one(order, num_tokens):
-    def program(at: Rank) -> list[Exception | None]:
-        dispatch(at, with_bad_id(99, token=5) if at.rank == 1 else ids(8), STATIC)
-        rejection = dispatch(at, ids(num_tokens), None)
-        engine = Engine(at)
-        return [rejection, engine.pending_error(), engine.pending_error()]
+def test_an_exact_dispatch_tells_the_errors_of_earlier_ones_as_theirs(order, num_tokens):
+    """It has waited for the device, so all reports are in memory."""
 
-    for rejection, pending, again in on_ranks(program, order):
-        assert rejection is None
-        assert type(pending) is ValueError
-        assert str(pending) == f"in an earlier dispatch into static rows, rank 1 passed topk_idx[5, 1] = 99 {RANGE}"
-        assert again is None
+    def program(at: Rank) -> list[Exception | None]:
+        static = StaticRows(18 if at.rank else 17)  # 18 rows are needed
+        dispatch(at, with_bad_id(99, token=5) if at.rank == 1 else ids(8), STATIC)
+        first = dispatch(at, ids(num_tokens), None)
+        dispatch(at, ids(8), static)
+        return [first, *(dispatch(at, ids(num_tokens), None) for _ in range(2)), Engine(at).pending_error()]
+
+    for rank, (first, second, third, pending) in enumerate(on_ranks(program, order)):
+        assert type(first) is ValueError
+        assert str(first) == f"in an earlier dispatch into static rows, rank 1 passed topk_idx[5, 1] = 99 {RANGE}"
+        assert (type(second), third, pending) == (type(None) if rank else RowOverflowError, None, None)
+        assert rank or (second.num_rows, second.num_rows_needed) == (17, 18)
 
 
 @pytest.mark.parametrize("bad_id", [99, -2, 2**31 - 1, 2**40, -(2**40)])

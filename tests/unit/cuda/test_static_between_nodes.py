@@ -15,7 +15,17 @@ from scenes import PAYLOADS, Play, Scene, made_on, play
 from simulated_nodes import Rank, SimulatedWatch
 
 from comparison import assert_same_bits
-from fusco import Capacity, ExpertPlacement, Launch, MismatchError, Settings, StaticRows, Topology
+from fusco import (
+    Capacity,
+    ExpertPlacement,
+    Launch,
+    MismatchError,
+    RejectedInputError,
+    RowOverflowError,
+    Settings,
+    StaticRows,
+    Topology,
+)
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -142,6 +152,25 @@ def check_limited(scene: Scene, outcomes: Sequence[Any], on_overflow: str) -> No
         needed = int((to_node == error.node).any(1).sum())
         assert (error.num_rows, error.num_rows_needed) == (limit, needed)
         assert str(error).startswith(f"rank {rank} had {needed} tokens for node {error.node} in a dispatch into static")
+
+
+class Counted(Limited):
+    """An exactly sized dispatch right after: it waits for the device, so it knows of the overflow."""
+
+    def _on_rank(self, at: Rank) -> Any:
+        payloads = self._payloads(at)
+        at.dispatch(self._request(at.rank, payloads))
+        with pytest.raises((RowOverflowError, RejectedInputError)) as raised:
+            at.dispatch(replace(self._request(at.rank, payloads), static=None))
+        return type(raised.value), at.shuffle.pending_error()
+
+
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), NODES)
+def test_an_overflow_is_told_by_an_exact_dispatch_that_begins_before_the_device_has_found_it(num_nodes, ranks_per_node):
+    scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind="balanced", seed=3, dtype=torch.float32)
+    outcomes = Counted(scene, LIMIT, "raise").run(order=1)
+    assert {pending for _, pending in outcomes} == {None}
+    assert RowOverflowError in {kind for kind, _ in outcomes}
 
 
 class Misrouted(Play):

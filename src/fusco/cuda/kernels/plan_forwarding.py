@@ -49,6 +49,7 @@ class ForwardingSummary:
         self.num_nodes, self.own_node = num_nodes, own_node
         self._memory = torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu").pin_memory()
         self._words, self._of_nodes = Flags(self._memory), self._memory[:num_nodes].numpy().data
+        self._overflows = self._memory[num_nodes + 1 :].numpy().data
 
     @property
     def address(self) -> int:
@@ -90,9 +91,9 @@ class ForwardingSummary:
 
     def take_overflow(self) -> MessageOverflow | None:
         """Return the largest overflow; clear all."""
-        words = [self._words.load(self.num_nodes + 1 + node) for node in range(self.num_nodes)]
-        if not any(words):
+        if not any(self._overflows):  # a loop over loads would take five times as long
             return None
+        words = [self._words.load(self.num_nodes + 1 + node) for node in range(self.num_nodes)]
         for node in range(self.num_nodes):
             self._words.store(self.num_nodes + 1 + node, 0)
         node = words.index(max(words))

@@ -19,7 +19,7 @@ from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.library import BoundLaunch
 
 TICKET = 0  # index of the value that a plan reports; 0 for none
-NOT_REPORTED, INVALID_ID = -1, -2  # outcomes of a wait
+NOT_REPORTED, HAS_ERROR = -1, -2  # outcomes of a wait
 _POLLS_PER_YIELD, _YIELDS_PER_MS = 500, 1000
 _LOW_HALF = 0xFFFFFFFF
 _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there are more than 255 calls
@@ -28,7 +28,7 @@ _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there a
 _REPORT, _MAX_YIELDS, _NUM_FIELDS, _YIELD = range(4)
 _NUM_WORDS = _YIELD + NUM_YIELD_WORDS
 _FIELD_WORDS, _CALL_WORDS = 3, 1 + NUM_ARGUMENTS
-_REPORT_OF_ID = Report.bad.offset
+_IDS, _STATIC_IDS, _OVERFLOW = (at.offset for at in (Report.bad, Report.bad_static, Report.overflow_needed))
 CONSTANT = -1
 
 
@@ -82,8 +82,9 @@ def _wait(words: Any, ticket: int) -> int:
     while True:
         seen: int = load_acquire_at(report)
         if seen & _LOW_HALF == ticket:
-            is_valid = load_acquire_at(report + _REPORT_OF_ID) & _LOW_HALF == _LOW_HALF  # -1
-            return seen >> 32 if is_valid else INVALID_ID
+            invalid = load_acquire_at(report + _IDS) & load_acquire_at(report + _STATIC_IDS) & _LOW_HALF
+            has_error = invalid != _LOW_HALF or load_acquire_at(report + _OVERFLOW) & _LOW_HALF != 0  # no id is -1
+            return HAS_ERROR if has_error else seen >> 32
         polls += 1
         if polls % _POLLS_PER_YIELD == 0:
             since_ns = yield_since(words[_YIELD:], since_ns)
@@ -155,7 +156,8 @@ class RepeatedLaunches:
     def wait(self, ticket: int) -> int:
         """Return the number of slots in the report of a ticket that has been launched.
 
-        It is ``NOT_REPORTED`` when the patience has ended, and ``INVALID_ID`` if there is one.
+        It is ``NOT_REPORTED`` when the patience has ended, and ``HAS_ERROR`` if this plan or an earlier one
+        has reported an invalid id or an overflow.
         """
         outcome: int = _wait(self._words, ticket)
         return outcome
