@@ -13,7 +13,7 @@ from rich.table import Table
 from attack.kinds import Attacks
 
 # Share of the time that each kind gets.
-_SHARES = {"random": 0.4, "soak": 0.15, "faults": 0.25, "clients": 0.1, "peers": 0.07, "addresses": 0.03}
+_SHARES = {"random": 0.4, "soak": 0.15, "faults": 0.25, "clients": 0.05, "peers": 0.07, "addresses": 0.03, "shim": 0.05}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import on_ranks, rails_attacks
+from attack import on_ranks, rails_attacks, shim_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -41,6 +41,7 @@ class Attacks:
             "faults": self.faults,
             "clients": self.clients,
             "peers": lambda number: rails_attacks.hostile_peers(self._random_of("peers", number)),
+            "shim": self.shim,
             "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
         }
         warm_up()
@@ -101,6 +102,12 @@ class Attacks:
             function, num_ranks = on_ranks.do_rounds_with_foreign_clients, configuration.num_ranks
             self._shared_world().run(function, num_ranks, configuration, Path(ports), *name)
         return f"{clients.num_connections} connections during {configuration.num_rounds} rounds on {configuration}"
+
+    def shim(self, number: int) -> str:
+        """Ranks of ``deep_ep`` that call different things: all raise soon, and the next call in step works."""
+        num_ranks, name = self._random_of("shim", number).choice((2, 3, 4)), f"{self._seed} shim {number}"
+        num_raised = self._shared_world().run(shim_attacks.out_of_step, num_ranks, name)[0]
+        return f"{num_raised} calls out of step on {num_ranks} ranks"
 
     def close(self) -> None:
         """Kill the ranks."""
