@@ -19,6 +19,24 @@ from fusco.testbed import Testbed
 RATE = 400_000_000
 DISCOVER = "from fusco.rails import discover_rails; print([r for r in discover_rails()])"
 
+# As ranks with ranks_per_node=1 do that are on one host: each is worker 0, and connects to the earlier ones.
+THREE_WORKERS = """
+import time
+from fusco.rails import Endpoint, discover_rails
+ends = [Endpoint(worker=0, rails=discover_rails(None, 1), timeout_s=10.0) for _ in range(3)]
+for i, there in enumerate(ends):
+    for here in ends[:i]:
+        channel = there.connect(here.listen())
+        while not channel.is_complete:
+            time.sleep(0.01)
+        received = here.accept().irecv(buffer := bytearray(5))
+        channel.isend(b"hello")
+        assert received.wait() == 5 and buffer == b"hello"
+        print(channel.rails)
+for each in ends:
+    each.close()
+"""
+
 
 @pytest.fixture(scope="module")
 def bed():
@@ -38,6 +56,11 @@ def test_an_owner_is_not_slowed_down(bed):
     direct, lent = (contention.run(bed, POLICIES[each], case, 2.0) for each in ("direct", "fuselink"))
     assert lent["victim mean ms"] < 1.3 * direct["victim mean ms"]
     assert lent["flows GB/s"] > 1.2 * direct["flows GB/s"]
+
+
+def test_workers_of_one_host_connect_over_all_its_rails(bed):
+    process = bed.spawn(0, [sys.executable, "-c", THREE_WORKERS], stdout=subprocess.PIPE)
+    assert process.communicate(timeout=60)[0].split() == ["(0,", "1)"] * 3
 
 
 def test_rails_go_down_and_up_under_load(bed):

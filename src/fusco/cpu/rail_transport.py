@@ -124,7 +124,29 @@ class RailTransport:
             missing = tuple(peer for peer in names if peer not in self._channels)
             return Stall("connecting rails", missing, "a rail to each", f"{len(self._channels)} of {len(names)}")
 
-        store_gather.wait_until(are_connected, stall)
+        try:
+            store_gather.wait_until(are_connected, stall)
+        except PeerFailureError as error:
+            causes = "; ".join(self._cause(peer, names[peer]) for peer in error.peers if peer in names)
+            raise PeerFailureError(
+                rank=error.rank,
+                peers=error.peers,
+                operation=error.operation,
+                stall=error.stall,
+                reason=f"{error.reason}; {causes}" if causes else error.reason,
+                has_left=error.has_left,
+            ) from error
+
+    def _cause(self, peer: int, name: bytes) -> str:
+        """Return why no rail to a peer is connected; of one that was dialled, for each rail."""
+        assert self._endpoint
+        channel = self._endpoint.channel(name)
+        if channel is None:
+            return f"rank {peer} connected no rail to this one"
+        channel.give_up("")
+        self._endpoint.wait_until(lambda: channel.is_closed, _SPREAD_S)
+        reason = channel.error.reason if isinstance(channel.error, PeerFailureError) else channel.error
+        return f"rank {peer}: {reason}"
 
     def _finisher(
         self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
+import socket
 import sys
 import time
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from fusco.control.tcp_transport import TcpTransport
+from fusco.core.errors import PeerFailureError
 from fusco.cpu.rail_transport import RailTransport
-from fusco.rails import Rail
+from fusco.rails import Endpoint, Rail
 from store_gathers import on_ranks
 
 SECRET = "0123456789abcdef" * 2
@@ -110,6 +113,28 @@ def test_a_peer_that_has_gone_is_named(transport_of):
     assert failures[0].startswith("the network failed to receive (rank 1): ")
     assert "closed" in failures[0]
     assert not failures[1]
+
+
+def test_without_a_connection_the_error_has_the_cause_for_each_rail(monkeypatch):
+    listen = Endpoint.listen
+
+    def listen_elsewhere(endpoint):  # nothing listens there
+        address = listen(endpoint)
+        ports = [socket.create_server((host, 0)) for host, _ in address.rails]
+        rails = tuple(each.getsockname() for each in ports)
+        for each in ports:
+            each.close()
+        return dataclasses.replace(address, rails=rails)
+
+    def connect(store_gather):
+        return RailTransport(store_gather, [1 - store_gather.rank], [store_gather.rank], lambda _: RAILS, SECRET)
+
+    monkeypatch.setattr(Endpoint, "listen", listen_elsewhere)
+    errors = on_ranks(2, connect, timeout_s=1.0)
+    assert isinstance(errors[0], PeerFailureError)
+    assert errors[0].reason.endswith("; rank 1 connected no rail to this one")
+    for i in range(3):
+        assert f"rail {i} (lo, 127.0.0.{i + 1}): Connection refused" in errors[1].reason
 
 
 def test_without_peers_nothing_is_opened():
