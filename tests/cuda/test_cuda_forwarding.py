@@ -6,8 +6,8 @@ import torch
 from comparison import assert_same_bits
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding as plan_on_device
 from fusco.planner.routing import Routing
-from fusco.reference.plan_forwarding import plan_forwarding
 from generator import KINDS, Case
+from reference.plan_forwarding import plan_forwarding
 
 pytestmark = pytest.mark.cuda
 

@@ -15,10 +15,10 @@ from fusco.bench.matrices import make_matrix
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import MessageRounds
-from fusco.reference import copy_segments as twin
 from fusco.schedule.rank_schedule import make_rank_schedule
 from fusco.schedule.schedule import make_schedule
 from generator import any_bits
+from reference import copy_segments as twin
 
 CPU = torch.device("cpu")
 _LIMIT_S = 30.0

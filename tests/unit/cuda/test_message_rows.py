@@ -16,8 +16,8 @@ from simulated_nodes import Rank, SimulatedWatch
 from comparison import assert_same_bits
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.planner.routing import Routing
-from fusco.reference import plan_forwarding as twin
 from generator import KINDS
+from reference import plan_forwarding as twin
 
 SCENE = Scene(num_nodes=3, ranks_per_node=1, kind="balanced", seed=4)
 NUM_CALLS = 4
