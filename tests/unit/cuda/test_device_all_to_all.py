@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from fusco.bench.matrices import make_matrix
+from fusco.bench.null_device import NullStream
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import MessageRounds
@@ -24,13 +24,6 @@ CPU = torch.device("cpu")
 _LIMIT_S = 30.0
 
 
-@pytest.fixture(autouse=True)
-def event():
-    """No test waits for an event: everything is done when it has been launched."""
-    with mock.patch.object(torch.cuda, "Event", mock.Mock):
-        yield
-
-
 class Network:
     """Replaces ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
 
@@ -38,7 +31,7 @@ class Network:
     ever otherwise.
     """
 
-    stream = None
+    stream = NullStream()  # everything is done when it has been launched
 
     def __init__(self, rank, mailboxes):
         self._rank, self._mailboxes = rank, mailboxes
