@@ -10,7 +10,6 @@ Layers, each importing only those below it::
     offload                 copies between GPUs and host memory over several PCIe links
     cpu  cuda               the two backends; neither imports the other
     engine                  shared by both backends: the interface, byte streams, tasks
-    reference               plain PyTorch twins of the kernels
     planner                 routing -> plan, traffic -> lanes or groups
     rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco.reference.combine_rows import combine_rows
-from fusco.reference.plan import PlannedSlots, mark_ranks, plan_slots
-from fusco.reference.scatter_rows import scatter_rows
 from generator import Case
 from law import Law
+from reference.combine_rows import combine_rows
+from reference.plan import PlannedSlots, mark_ranks, plan_slots
+from reference.scatter_rows import scatter_rows
 
 NUM_EXPERTS, NUM_TOPK = 40, 32
 MAX_TOKENS, MAX_BYTES_PER_TOKEN = 1500, 8192

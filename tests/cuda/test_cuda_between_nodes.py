@@ -8,8 +8,8 @@ from comparison import assert_same_bits
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.add_returned import add_returned as add_on_device
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
-from fusco.reference.add_returned import add_returned
 from generator import any_bits, values
+from reference.add_returned import add_returned
 
 pytestmark = pytest.mark.cuda
 

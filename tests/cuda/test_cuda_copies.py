@@ -8,8 +8,8 @@ from one_rank import OneRank
 
 from fusco import Segments
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
-from fusco.reference.copy_segments import copy_segments
 from generator import any_bits, number_of, random_of
+from reference.copy_segments import copy_segments
 
 pytestmark = pytest.mark.cuda
 

@@ -9,8 +9,8 @@ from one_rank import MAX_BYTES_PER_TOKEN, MAX_TOKENS, NUM_EXPERTS, OneRank, case
 import fusco
 from comparison import assert_same_bits
 from fusco.cuda import tuning
-from fusco.reference.scatter_rows import scatter_rows
 from generator import KINDS, any_bits
+from reference.scatter_rows import scatter_rows
 
 pytestmark = pytest.mark.cuda
 

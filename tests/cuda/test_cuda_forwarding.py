@@ -6,15 +6,15 @@ import torch
 from comparison import assert_same_bits
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding as plan_on_device
 from fusco.planner.routing import Routing
-from fusco.reference.plan_forwarding import plan_forwarding
 from generator import KINDS, Case
+from reference.plan_forwarding import plan_forwarding
 
 pytestmark = pytest.mark.cuda
 
 
 def compare(one, routing, expert_to_node, num_nodes, own_node, max_rows=None):
     launcher = one.comm._engine._context.launcher(torch.cuda.current_stream())
-    summary = ForwardingSummary(num_nodes, own_node)
+    summary = ForwardingSummary(num_nodes, own_node, one.device)
     weights = None if routing.topk_weights is None else routing.topk_weights.to(one.device)
     on_device = Routing(routing.topk_idx.to(one.device), weights)
     terms = ForwardingTerms(max_rows, max_rows is not None, sends_invalid_ids=False, ticket=3)

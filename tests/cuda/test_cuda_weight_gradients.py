@@ -5,8 +5,8 @@ import torch
 
 from comparison import assert_same_bits
 from fusco.api.autograd import weight_gradients
-from fusco.reference.weight_gradients import weight_gradients as reference
 from generator import random_of
+from reference.weight_gradients import weight_gradients as reference
 
 pytestmark = pytest.mark.cuda
 

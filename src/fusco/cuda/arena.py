@@ -6,41 +6,26 @@ import ctypes
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symm_mem
 
 from fusco.control.connect import raise_if_any
 from fusco.control.flags import Flags
 from fusco.control.store_gather import StoreGather
 from fusco.core.errors import SharedMemoryError
+from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.comm import Failure, Report, comm_type
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.plan_report import PlanReport
-from fusco.cuda.rendezvous import rendezvous
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
 _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 
-def allocate_visible(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeroed uint8 memory that peers can map; ``SharedMemoryError`` if there is not enough. Not a collective."""
-    try:
-        memory = symm_mem.empty(max(num_bytes, 16), dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise SharedMemoryError(
-            f"{num_bytes:,} bytes of peer-visible memory could not be allocated on {device}, which has {free:,} of "
-            f"{total:,} free ({str(error).splitlines()[0]}); lower max_tokens_per_rank or max_bytes_per_token"
-        ) from error
-    return memory
-
-
-def allocate_on_all_ranks(store_gather: StoreGather, num_bytes: int, device: torch.device) -> torch.Tensor:
+def allocate_on_all_ranks(store_gather: StoreGather, num_bytes: int, gpu: Gpu) -> torch.Tensor:
     """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
     memory, error = None, ""
     try:
-        memory = allocate_visible(num_bytes, device)
+        memory = gpu.allocate_visible(num_bytes)
     except SharedMemoryError as failure:
         error = str(failure)
     raise_if_any(store_gather.all_gather("device memory", error))
@@ -57,17 +42,18 @@ class _Abort(ctypes.Structure):
 class Arena:
     """Peer-visible ``memory`` laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
-    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather) -> None:
+    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather, gpu: Gpu) -> None:
         """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``.
 
         Raises ``SharedMemoryError`` on all ranks if one cannot map its peers'.
         """
         topology, device = layout.topology, memory.device
         self.rank, self.layout, self.device, self.memory = store_gather.rank, layout, device, memory
+        self.gpu = gpu
         self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
         self.local = topology.rank_to_local[self.rank]
         # It keeps the peers' memory mapped.
-        self._handle = rendezvous(memory, store_gather, self.node_ranks, "peer memory")
+        self._handle = gpu.share(memory, store_gather, self.node_ranks, "peer memory")
         self._addresses: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
         size = (layout.offsets["end"],)
         self._views: list[torch.Tensor] = [
@@ -132,7 +118,7 @@ class Arena:
     def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
         """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""
         size = -(-ctypes.sizeof(kind) // 8) * 8  # in words
-        memory = torch.zeros(size, dtype=torch.uint8, device="cpu").pin_memory()
+        memory = pinned(torch.zeros(size, dtype=torch.uint8, device="cpu"), self.device)
         self._pinned.append(memory)
         return kind.from_address(memory.data_ptr()), memory.data_ptr()
 

@@ -41,7 +41,7 @@ class _RingTask:
     def _count_copy(self) -> None:
         self._num_copied += 1
         self._num_passed += 1
-        self._copies.append(_event_after_copy())
+        self._copies.append(self._arena.gpu.current_stream().record_event())
 
     def _has_announced_all(self) -> bool:
         while self._copies and self._copies[0].query():
@@ -112,9 +112,9 @@ class NetworkExchange:
     def __init__(
         self, send: Mapping[int, Segments], receive: Mapping[int, Segments], network: Network, copy: Copy
     ) -> None:
-        self._copy, self._receive = copy, receive
+        self._copy, self._receive, self._gpu = copy, receive, network.gpu
         self._peers = tuple(dict.fromkeys((*send, *receive)))
-        caller = torch.cuda.current_stream()
+        caller = network.gpu.current_stream()
         outgoing = {dst: self._packed(segments) for dst, segments in send.items()}
         self._incoming = {src: _room_for(segments) for src, segments in receive.items()}
         self._messages = [*outgoing.values(), *self._incoming.values()]  # must live until they have been sent
@@ -131,7 +131,7 @@ class NetworkExchange:
         for src, segments in self._receive.items():
             at, message = segments.descriptors, self._incoming[src]
             self._copy(message, at.packed_offset_bytes, segments.memory, at.offset_bytes, at.num_bytes)
-        self._has_unpacked = _event_after_copy()
+        self._has_unpacked = self._gpu.current_stream().record_event()
         return True
 
     @property
@@ -175,9 +175,3 @@ class DeviceSegmentChannels:
 
 def _room_for(segments: Segments) -> torch.Tensor:
     return torch.empty(segments.total_bytes, dtype=torch.uint8, device=segments.base.device)
-
-
-def _event_after_copy() -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -12,6 +12,8 @@ from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.arena import Arena
+from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
@@ -44,7 +46,7 @@ class CudaContext:
             num_local_experts=num_local,
             run_counts=torch.empty(library.num_sms * num_local, dtype=torch.int32, device=device),
             report=arena.report_address,
-            reported_counts=torch.zeros(num_local, dtype=torch.int32, device="cpu").pin_memory(),
+            reported_counts=pinned(torch.zeros(num_local, dtype=torch.int32, device="cpu"), device),
         )
         nodes = placement.membership_table(topology.rank_to_node, device)[:-1].int()
         return cls(
@@ -58,6 +60,11 @@ class CudaContext:
         if launcher is None:
             launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
         return launcher
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU."""
+        return self.arena.gpu
 
     @property
     def layout(self) -> DeviceLayout:

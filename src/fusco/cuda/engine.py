@@ -31,6 +31,7 @@ from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
 from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog, stall_of
+from fusco.cuda.gpu import Gpu
 from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.copy_segments import copy_segments
@@ -91,27 +92,32 @@ class CudaEngine:
     _repeated_calls: RepeatedCalls | None = None
 
     def __init__(
-        self, connections: Connections, config: EngineConfig, placement: ExpertPlacement, library: Library
+        self,
+        connections: Connections,
+        config: EngineConfig,
+        placement: ExpertPlacement,
+        library: Library,
+        gpu: Gpu | None = None,
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
-        ``library`` is from ``open_library``. The caller owns the connections and closes them after this
-        engine. Their memory holds only records and flags of byte streams, never rows.
+        ``library`` is from ``open_library``; ``gpu`` replaces its device. The caller owns the connections and closes
+        them after this engine. Their memory holds only records and flags of byte streams, never rows.
         """
-        device = library.device
-        self._topology, self._device = config.topology, device
+        self._gpu = gpu = gpu or Gpu(library.device)
+        self._topology, self._device = config.topology, library.device
         store_gather, self._watchdog, self._memory = connections.store_gather, connections.watchdog, connections.memory
         self._rank, self._placement = store_gather.rank, placement
         self._links = replace(CUDA_LINKS, lane_links=lane_links(config.rank_links))
         self._ending_s = _ENDING * config.settings.timeout_s
         self._drain: Drain | None = None
         self._network: Network | None = None
-        with ExitStack() as resources, torch.cuda.device(device):
+        with ExitStack() as resources, gpu.entered():
             device_layout = DeviceLayout.of(config)
-            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"], device)
-            self._arena = Arena(device_layout, memory, store_gather)
+            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"], gpu)
+            self._arena = Arena(device_layout, memory, store_gather, gpu)
             self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
-            self._order = StreamOrder(device, self._peer_watch.start)
+            self._order = StreamOrder(gpu, self._peer_watch.start)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
             if self._topology.num_nodes > 1:
@@ -120,14 +126,14 @@ class CudaEngine:
             resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle(connections.transport.descriptors)
             self._watchdog.add_device_probe(self._device_stall)
-            torch.cuda.synchronize(device)  # the first verb may run on any stream
+            gpu.synchronize()  # the first verb may run on any stream
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
             self._resources = resources.pop_all()
 
     def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
         on_stall = self._arena.abort_after_network
-        return Network(store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
+        return Network(self._gpu, store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)
 
     def _make_shuffle(self, descriptors: Mapping[int, int]) -> Shuffle[Any]:
         planner = DevicePlanner(self._context)
@@ -272,7 +278,7 @@ class CudaEngine:
         assert self._network
         network = self._network.stream
         network.wait_stream(stream)
-        with torch.cuda.stream(network):
+        with self._gpu.on(network):
             copy = partial(copy_segments, self._context.launcher(network))
             rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
             return rounds.run(call.profile)
@@ -300,7 +306,7 @@ class CudaEngine:
             self._network.finish()
 
     def has_finished(self) -> bool:
-        with torch.cuda.stream(self._order.own):
+        with self._gpu.on(self._order.own):
             return self._has_work_ended() and not self._device_stall()
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
@@ -327,7 +333,7 @@ class CudaEngine:
     def _has_work_ended(self) -> bool:
         try:
             if self._drain is None:
-                streams = [*self._order.streams, torch.cuda.current_stream(self._device)]
+                streams = [*self._order.streams, self._gpu.current_stream()]
                 self._drain = Drain(streams, self._ending_s)
             return self._drain.is_complete()
         except RuntimeError:  # from CUDA: this device's state is unknown

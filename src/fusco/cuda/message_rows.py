@@ -25,7 +25,7 @@ class MessageRows:
 
     def __init__(self, context: CudaContext) -> None:
         self._context = context
-        self.summary = ForwardingSummary(context.topology.num_nodes, context.node)
+        self.summary = ForwardingSummary(context.topology.num_nodes, context.node, context.library.device)
         self.ticket = 0  # of the latest exactly sized dispatch
         self._can_be_empty = context.topology.ranks_per_node == 1
         self._num_empty: Recent[tuple[int, ...], int] = Recent()  # in the latest dispatch of a routing's shape

@@ -22,6 +22,7 @@ from fusco.control.store_gather import StoreGather
 from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
+from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.repeated_launches import NativeCall
 from fusco.cuda.nccl import Message, NcclTransport
 from fusco.cuda.replayed_messages import ReplayedMessages
@@ -58,9 +59,7 @@ class SpareEvents:
         """Return an event that exists on the device."""
         if self._spare:
             return self._spare.popleft()
-        event = torch.cuda.Event()
-        event.record(stream)  # it is made when it is first recorded
-        return event
+        return stream.record_event()  # it is made when it is first recorded
 
     def give_back(self, event: torch.cuda.Event) -> None:
         """Keep an event that is not needed any more."""
@@ -78,6 +77,7 @@ class Network:
 
     def __init__(
         self,
+        gpu: Gpu,
         store_gather: StoreGather,
         watchdog: Watchdog,
         stream: torch.cuda.Stream,
@@ -89,15 +89,11 @@ class Network:
 
         NCCL is aborted after ``timeout_s`` without progress; ``on_stall`` is called just before.
         """
-        device = stream.device
-        self._nccl = NcclTransport(
-            store_gather, device, watchdog.wait_until, channels_per_peer=channels_per_peer(num_remote_nodes)
-        )
-        self._watchdog = watchdog
-        self._device, self._ending_s = device, _ENDING * timeout_s
-        self.stream = stream
-        self._replays = ReplayedMessages(device)
-        self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, device, on_stall)
+        self._nccl = gpu.connect(store_gather, watchdog.wait_until, channels_per_peer(num_remote_nodes))
+        self._watchdog, self._ending_s = watchdog, _ENDING * timeout_s
+        self.gpu, self.stream = gpu, stream
+        self._replays = ReplayedMessages(gpu)
+        self.nccl_watchdog = NcclWatchdog(self._nccl, watchdog, timeout_s, gpu, on_stall)
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], what: str, stream: torch.cuda.Stream | None = None
@@ -107,7 +103,7 @@ class Network:
         They are on the network's stream, or on one that comes after all earlier messages and before all later ones.
         """
         stream = stream or self.stream
-        is_captured = torch.cuda.is_current_stream_capturing()
+        is_captured = self.gpu.is_capturing()
         stall = _stall_of(sends, receives, what)
         launching = self.nccl_watchdog.watch(lambda: False, stall)
         if is_captured:
@@ -121,8 +117,7 @@ class Network:
         if is_captured:
             self._replays.end(stream)
             self.nccl_watchdog.watch_replays(self._replays)
-        done = torch.cuda.Event()
-        done.record(stream)
+        done = stream.record_event()
         if not is_captured:
             self.nccl_watchdog.watch(done.query, stall)
         return done
@@ -171,14 +166,14 @@ class Network:
 
     def _end(self, end: Callable[[], None]) -> None:
         def in_thread() -> None:
-            enter_device(self._device)
+            self.gpu.enter_thread()
             end()
 
         limit_s = min(self._ending_s, _ENDING_WITH_GRAPHS_S) if self._replays.are_captured else self._ending_s
-        if not within(limit_s, in_thread, f"the end of NCCL on {self._device}") and not self._replays.are_captured:
+        if not within(limit_s, in_thread, f"the end of NCCL on {self.gpu.device}") and not self._replays.are_captured:
             warnings.warn(
-                f"NCCL has not freed its resources on {self._device} within {self._ending_s:.1f} s: a rank or a kernel "
-                f"on the device has not finished. A background thread keeps waiting for it",
+                f"NCCL has not freed its resources on {self.gpu.device} within {self._ending_s:.1f} s: a rank or a "
+                f"kernel on the device has not finished. A background thread keeps waiting for it",
                 stacklevel=2,
             )
 
@@ -199,11 +194,11 @@ class NcclWatchdog:
         nccl: NcclTransport,
         watchdog: Watchdog,
         timeout_s: float,
-        device: torch.device,
+        gpu: Gpu,
         on_stall: Callable[[], None],
     ) -> None:
         """``on_stall`` is called in the watchdog thread, before it aborts NCCL."""
-        self._nccl, self._watchdog, self._timeout_s, self._device = nccl, watchdog, timeout_s, device
+        self._nccl, self._watchdog, self._timeout_s, self._gpu = nccl, watchdog, timeout_s, gpu
         self._on_stall = on_stall
         self._in_flight: deque[_InFlight] = deque()
         self._replays: ReplayedMessages | None = None
@@ -236,7 +231,7 @@ class NcclWatchdog:
 
     def _run(self) -> None:
         try:
-            enter_device(self._device)
+            self._gpu.enter_thread()
             self._poll()
         except Exception as error:  # noqa: BLE001  without this thread, waits would have no limit
             seen = f"{type(error).__name__}: {error}"
@@ -269,20 +264,3 @@ class NcclWatchdog:
         self._in_flight.clear()
         self._on_stall()
         self._nccl.abort()
-
-
-def enter_device(device: torch.device) -> None:
-    """Make ``device`` current in this helper thread without invalidating a CUDA-graph capture in another thread.
-
-    ``torch.cuda.graph`` captures in global mode, in which even an event query in any other thread fails and
-    invalidates the capture. A thread in thread-local mode is exempt. ``TransportError`` if the mode cannot be set.
-    """
-    if not torch.cuda.is_available():
-        return  # the device is simulated
-    from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
-
-    torch.cuda.set_device(device)
-    thread_local = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    result, _ = driver.cuThreadExchangeStreamCaptureMode(thread_local)
-    if int(result):
-        raise TransportError(f"a thread for {device} could not set its stream capture mode: {result.name}")

@@ -8,6 +8,8 @@ import time
 import torch
 
 from fusco.core.errors import Stall
+from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.abi import pinned
 
 _IS_WAITING, _IS_OLD = range(2)
 
@@ -19,8 +21,9 @@ class ReplayedMessages:
     it sees whether any messages have completed since it last looked.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.zeros(2, dtype=torch.int32, device="cpu").pin_memory()
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, device = gpu, gpu.device
+        self._memory = pinned(torch.zeros(2, dtype=torch.int32, device="cpu"), device)
         self._waiting, self._done = (torch.full((n,), 2 - n, dtype=torch.int32, device=device) for n in (1, 2))
         self._words = (ctypes.c_int32 * 2).from_address(self._memory.data_ptr())
         self._peers: set[int] = set()
@@ -34,12 +37,12 @@ class ReplayedMessages:
     def begin(self, stream: torch.cuda.Stream, peers: tuple[int, ...]) -> None:
         """Capture the beginning of messages with some ranks."""
         self._peers.update(peers)
-        with torch.cuda.stream(stream):
+        with self._gpu.on(stream):
             self._memory[:1].copy_(self._waiting, non_blocking=True)
 
     def end(self, stream: torch.cuda.Stream) -> None:
         """Capture the end of messages."""
-        with torch.cuda.stream(stream):
+        with self._gpu.on(stream):
             self._memory.copy_(self._done, non_blocking=True)
 
     @property

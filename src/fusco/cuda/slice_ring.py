@@ -25,7 +25,7 @@ class SliceRing:
         self._network = network
         slots = arena[layout.slice_offset(0) :][: layout.ring_depth * layout.network_slot_bytes]
         self._slots = slots.view(layout.ring_depth, layout.network_slot_bytes)
-        self._is_produced = torch.cuda.Event()
+        self._is_produced = network.gpu.new_event()
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
 

@@ -31,7 +31,7 @@ class SliceSender:
     ) -> None:
         self._context, self._network, self._ring = context, network, ring
         self._arena, self._layout, self._packing_stream = context.arena, context.layout, packing_stream
-        self._has_begun = torch.cuda.Event()
+        self._has_begun = context.gpu.new_event()
         self._gathers: list[tuple[PreparedLaunch, Sequence[Part], int]] = []  # of the latest slice
 
     def send(

@@ -12,39 +12,34 @@ import torch
 from fusco.control.threads import limit_now
 from fusco.core.config import Launch
 from fusco.cuda.device_plan import SEVERAL_STREAMS, DevicePlan
+from fusco.cuda.gpu import Gpu
 
 _POLL_INTERVAL_S = 1e-3
 _Result = TypeVar("_Result")
-
-# The handle of a device's current stream in 0.1 us; PyTorch's public function makes an object, which takes 2. Builds of
-# PyTorch for CPUs have none.
-raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
-# The current device; PyTorch's public function asks first whether CUDA is initialised, which takes 0.3 us.
-device_index_now: Any = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001
 
 
 class StreamOrder:
     """Keeps all launches of a communicator in one order, on any streams. The caller orders graph replays."""
 
-    def __init__(self, device: torch.device, on_capture: Callable[[], None]) -> None:
+    def __init__(self, gpu: Gpu, on_capture: Callable[[], None]) -> None:
         """``on_capture`` is called in each launch that a graph captures."""
-        self._device, self._on_capture = device, on_capture
+        self._gpu, self._device, self._on_capture = gpu, gpu.device, on_capture
         self.streams: list[torch.cuda.Stream] = []  # all streams with launches
         self.own = self.new_stream()
-        self._done = torch.cuda.Event()
+        self._done = gpu.new_event()
         self.latest: torch.cuda.Stream | None = None  # of the latest call
         self._current: torch.cuda.Stream | None = None
         self._current_handle = 0
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
         """Add a stream of the communicator; a lower number is a higher priority."""
-        self.streams.append(torch.cuda.Stream(self._device, priority=priority))
+        self.streams.append(self._gpu.new_stream(priority))
         return self.streams[-1]
 
     def current(self) -> torch.cuda.Stream:
         """Return the current stream of the device, the same object as long as it is current."""
-        if raw_stream_of is None or self._current is None or raw_stream_of(self._device.index) != self._current_handle:
-            self._current = torch.cuda.current_stream(self._device)
+        if self._current is None or self._gpu.current_handle(self._device.index) != self._current_handle:
+            self._current = self._gpu.current_stream()
             self._current_handle = self._current.cuda_stream
         return self._current
 
@@ -78,23 +73,22 @@ class StreamOrder:
             if stream not in self.streams:
                 self.streams.append(stream)
         self.latest = stream
-        if stream is callers and torch.cuda.current_device() == self._device.index:
+        if stream is callers and self._gpu.current_index() == self._device.index:
             return stream, None
-        return stream, torch.cuda.stream(stream)
+        return stream, self._gpu.on(stream)
 
     def goes_on(self, stream: torch.cuda.Stream) -> bool:
         """Return whether ``enter`` would have nothing to do for a launch on a stream: it is still the current one."""
         return (
             self.latest is stream
             and self._current is stream
-            and raw_stream_of is not None
-            and raw_stream_of(self._device.index) == self._current_handle
-            and device_index_now() == self._device.index
-            and not torch.cuda.is_current_stream_capturing()
+            and self._gpu.current_handle(self._device.index) == self._current_handle
+            and self._gpu.current_index() == self._device.index
+            and not self._gpu.is_capturing()
         )
 
     def _is_captured(self) -> bool:
-        is_captured = torch.cuda.is_current_stream_capturing()
+        is_captured = self._gpu.is_capturing()
         if is_captured:
             self._on_capture()
         return is_captured
@@ -119,20 +113,18 @@ class StreamOrder:
         if not launch.own_stream:
             return None
         for output in outputs:
-            output.record_stream(torch.cuda.current_stream(self._device))
-        done = torch.cuda.Event()
-        done.record(stream)
-        return done
+            output.record_stream(self._gpu.current_stream())
+        return stream.record_event()
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""
         if self.latest is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self.latest)
+            self._gpu.current_stream().wait_stream(self.latest)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event that completes after all work launched so far, including graphs on the current stream."""
         self.wait()
-        self._done.record(torch.cuda.current_stream(self._device))
+        self._done.record(self._gpu.current_stream())
         return self._done
 
 
@@ -150,11 +142,7 @@ class Drain:
     def __init__(self, streams: Iterable[torch.cuda.Stream], limit_s: float) -> None:
         """Record an event on each stream. The time limit starts now."""
         self._deadline = time.monotonic() + limit_now(limit_s)
-        self._events = []
-        for stream in streams:
-            event = torch.cuda.Event()
-            event.record(stream)
-            self._events.append(event)
+        self._events = [stream.record_event() for stream in streams]
 
     def is_complete(self) -> bool:
         """Wait until all of it is complete; return False if the time limit expires first."""

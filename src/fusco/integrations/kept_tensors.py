@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fusco.cuda.device_plan import capture_number
-from fusco.cuda.stream_order import raw_stream_of
+from fusco.cuda.gpu import raw_stream_of
 
 
 class KeptTensors:

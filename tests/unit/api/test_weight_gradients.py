@@ -15,8 +15,8 @@ from fusco.api import autograd as module
 from fusco.api.autograd import Verbs, gradients_of_combine, weight_gradients
 from fusco.api.handle import Handle
 from fusco.cuda.kernels.weight_gradients import launch
-from fusco.reference.weight_gradients import weight_gradients as reference
 from generator import random_of
+from reference.weight_gradients import weight_gradients as reference
 
 DTYPES = [
     (torch.bfloat16, torch.float32),

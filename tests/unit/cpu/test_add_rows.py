@@ -5,8 +5,8 @@ import torch
 
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.add_rows import add_rows
-from fusco.reference.add_rows import add_rows as reference
 from generator import random_of, values
+from reference.add_rows import add_rows as reference
 
 
 def test_sums_by_hand():

@@ -5,8 +5,8 @@ import torch
 
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.reduce_rows import as_array, reduce_row
-from fusco.reference.reduce_rows import reduce_rows as reference
 from generator import number_of, random_of, values
+from reference.reduce_rows import reduce_rows as reference
 
 
 def reduce_rows(rows, row_to_first_term, term_to_row, term_weight, sums):

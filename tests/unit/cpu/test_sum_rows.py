@@ -11,9 +11,9 @@ from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
-from fusco.reference.add_rows import add_rows
-from fusco.reference.reduce_rows import reduce_rows
 from generator import random_of, values
+from reference.add_rows import add_rows
+from reference.reduce_rows import reduce_rows
 
 NUM_RANKS, NUM_TOKENS, HIDDEN, DEPTH = 3, 5, 4, 2
 ROWS_PER_CHUNK = 2

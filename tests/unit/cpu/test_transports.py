@@ -127,7 +127,7 @@ def test_without_a_connection_the_error_has_the_cause_for_each_rail(monkeypatch)
         return dataclasses.replace(address, rails=rails)
 
     def connect(store_gather):
-        return RailTransport(store_gather, [1 - store_gather.rank], [store_gather.rank], lambda _: RAILS, SECRET)
+        return RailTransport(store_gather, [1 - store_gather.rank], rails_of, SECRET)
 
     monkeypatch.setattr(Endpoint, "listen", listen_elsewhere)
     errors = on_ranks(2, connect, timeout_s=1.0)

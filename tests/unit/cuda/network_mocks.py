@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from fusco.bench.host.null_device import NullEvent, NullGpu, NullStream
 from fusco.cuda.nccl import Message
 from fusco.cuda.network import Network
 from fusco.cuda.replayed_messages import ReplayedMessages
@@ -21,7 +22,7 @@ SLACK_S = 5.0  # more than a loaded machine takes for what is to come at once
 class Nccl:
     """Mock of ``NcclTransport``; with ``hangs``, a launch blocks until it is aborted."""
 
-    def __init__(self, *_, channels_per_peer=None) -> None:
+    def __init__(self, channels_per_peer=None) -> None:
         self.channels_per_peer = channels_per_peer
         self.failure, self.aborts, self.finishes, self.launches, self.hangs = "", [], [], [], False
         self.has_aborted = threading.Event()
@@ -46,28 +47,47 @@ class Watchdog:
         raise AssertionError("unexpected wait")
 
 
-class Event:
-    """Replaces ``torch.cuda.Event``."""
-
-    made: list[Event]
+class Gpu(NullGpu):
+    """GPU whose events a test completes; ``is_captured`` says whether a graph captures what is launched."""
 
     def __init__(self) -> None:
-        self.stream, self.is_done = None, False
-        Event.made.append(self)
+        super().__init__(DEVICE)
+        self.events: list[Event] = []
+        self.stream, self.is_captured = Stream(self), False
+        self.is_capturing = lambda: self.is_captured
 
-    def record(self, stream) -> None:
-        self.stream = stream
+    def connect(self, _store_gather, _wait_until, channels_per_peer):
+        return Nccl(channels_per_peer)
+
+
+class Event(NullEvent):
+    """Event that a test completes."""
+
+    def __init__(self, stream) -> None:
+        self.stream, self.is_done = stream, False
 
     def query(self) -> bool:
         return self.is_done
 
 
+class Stream(NullStream):
+    """Stream that keeps its events."""
+
+    cuda_stream = 77
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def record_event(self) -> Event:
+        self._gpu.events.append(Event(self))
+        return self._gpu.events[-1]
+
+
 class OnHost(ReplayedMessages):
     """Replayed messages of which a test tells."""
 
-    def __init__(self, device) -> None:
-        with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor):
-            super().__init__(torch.device("cpu"))
+    def __init__(self, _gpu) -> None:
+        super().__init__(NullGpu())
         self.calls = []
 
     def begin(self, stream, peers) -> None:
@@ -86,15 +106,9 @@ class OnHost(ReplayedMessages):
 
 @contextmanager
 def network_to(num_remote_nodes):
-    Event.made = []
-    with (
-        mock.patch("fusco.cuda.network.NcclTransport", Nccl),
-        mock.patch("fusco.cuda.network.ReplayedMessages", OnHost),
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-    ):
-        stream = mock.Mock(cuda_stream=77, device=DEVICE)
-        network = Network(mock.Mock(), Watchdog(), stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
+    gpu = Gpu()
+    with mock.patch("fusco.cuda.network.ReplayedMessages", OnHost):
+        network = Network(gpu, mock.Mock(), Watchdog(), gpu.stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
         yield network
         network.close()
 

@@ -23,7 +23,7 @@ from fusco import (
     StaticRows,
     Topology,
 )
-from fusco.bench.host.null_device import NullLibrary, null_communicator, null_device
+from fusco.bench.host.null_device import NullGpu, NullLibrary, null_communicator
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.nccl import NcclTransport
 from store_gathers import on_ranks
@@ -116,7 +116,7 @@ class Node:
             comms = []
             for number, library in enumerate(libraries, 1):
                 store_gather.store = dist.PrefixStore(str(number), store)
-                comms.append(null_communicator(store_gather, self.topology, NUM_EXPERTS, CAPACITY, library))
+                comms.append(null_communicator(store_gather, self.topology, NUM_EXPERTS, CAPACITY, library, TwinGpu()))
             comms[1]._repeats._is_enabled = False
             try:
                 return program(*comms, libraries[0])
@@ -124,21 +124,23 @@ class Node:
                 for comm in comms:
                     comm.abort()
 
-        def mapped(memory, store_gather, ranks, name):
-            addresses = store_gather.all_gather(name, memory.data_ptr())
-            return SimpleNamespace(buffer_ptrs=[addresses[rank] for rank in ranks], get_buffer=lambda *_: memory)
-
-        with (
-            null_device(),
-            mock.patch("fusco.cuda.arena.rendezvous", mapped),
-            mock.patch("fusco.cuda.network.NcclTransport", TwinNccl),
-            mock.patch.object(TwinNccl, "queues", {}),
-        ):
+        with mock.patch.object(TwinNccl, "queues", {}):
             results = on_ranks(self.topology.world_size, on_rank, timeout_s=self._limit_s)
         for result in results.values():
             if isinstance(result, Exception):
                 raise result
         return results
+
+
+class TwinGpu(NullGpu):
+    """Devices of threads, which have the memory of the others."""
+
+    def share(self, memory, store_gather, ranks, name):
+        addresses = store_gather.all_gather(name, memory.data_ptr())
+        return SimpleNamespace(buffer_ptrs=[addresses[rank] for rank in ranks], get_buffer=lambda *_: memory)
+
+    def connect(self, store_gather, *_):
+        return TwinNccl(store_gather)
 
 
 class TwinNccl(NcclTransport):
@@ -147,7 +149,7 @@ class TwinNccl(NcclTransport):
     queues: ClassVar[dict] = {}
     failure = ""
 
-    def __init__(self, store_gather, *_, **__) -> None:
+    def __init__(self, store_gather) -> None:
         self._rank, self._lock, self._is_open = store_gather.rank, threading.Lock(), True
         self._comm = ctypes.c_void_p(7)
         self._name = store_gather.all_gather("twin of NCCL", id(self))[0]

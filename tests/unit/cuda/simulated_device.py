@@ -13,8 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fusco.bench.host.null_device import NullEvent, NullGpu, NullStream
+
 RUBBISH = 0xA5
+CPU = torch.device("cpu")
 END_OF_KERNEL = "the end of "
 _FAVOURS = (1, 8, 64)
 
@@ -35,10 +37,8 @@ class Over(BaseException):
     """Ends the host threads when one of them has failed."""
 
 
-class Event:
-    """Replaces ``torch.cuda.Event``."""
-
-    device: torch.device | None = None
+class Event(NullEvent):
+    """Event that is reached when its stream comes to it."""
 
     def __init__(self) -> None:
         self._is_reached: list[bool] = [True]
@@ -60,13 +60,12 @@ class Event:
         return lambda: reached[0]
 
 
-@dataclass
-class Stream:
-    """Replaces ``torch.cuda.Stream``."""
+class Stream(NullStream):
+    """Stream that does what is launched when a machine has it go on."""
 
-    cuda_stream: int
-    favour: int
-    queue: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = field(default_factory=deque)
+    def __init__(self, handle: int, favour: int) -> None:
+        self.cuda_stream, self.favour = handle, favour
+        self.queue: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = deque()
 
     def launch(self, what: str, act: Callable[[], None], is_ready: Callable[[], bool] = always) -> None:
         self.queue.append((what, is_ready, act))
@@ -80,9 +79,12 @@ class Stream:
         self.launch("waiting for an event", lambda: None, event.mark)
 
     def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> Event:
         event = Event()
-        event.record(stream)
-        self.wait_event(event)
+        event.record(self)
+        return event
 
     @property
     def is_idle(self) -> bool:
@@ -147,19 +149,6 @@ class Machine:
         self._memory: dict[int, torch.UntypedStorage] = {}
         self.is_over = False
         self.processor: Any = None  # runs kernels that are more than one step; see ``Emulator``
-
-    @contextmanager
-    def installed(self) -> Iterator[Machine]:
-        """PyTorch's streams, events and pinned memory are this machine's."""
-        with ExitStack() as stack:
-            for name, stand_in in (
-                ("Stream", lambda *_, **__: self.new_stream()),
-                ("Event", Event),
-                ("is_current_stream_capturing", lambda: False),
-            ):
-                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
-            yield self
 
     def new_stream(self) -> Stream:
         self._streams.append(Stream(len(self._streams) + 1, self._random.choice(_FAVOURS)))
@@ -226,6 +215,55 @@ class Machine:
         assert address + num_bytes <= end, f"{num_bytes} bytes at {address:#x} are not all allocated"
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
         return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+class At:
+    """Replaces ``torch.cuda.StreamContext``, which can be entered again."""
+
+    def __init__(self, gpu: SimulatedGpu, stream: Stream) -> None:
+        self._gpu, self._stream = gpu, stream
+
+    def __enter__(self) -> Stream:
+        self._before, self._gpu.stream = self._gpu.stream, self._stream
+        return self._stream
+
+    def __exit__(self, *_: object) -> None:
+        self._gpu.stream = self._before
+
+
+class SimulatedGpu(NullGpu):
+    """Streams of a machine, one of which is current; notes the streams that memory is recorded on."""
+
+    new_event = Event
+
+    def __init__(self, machine: Machine, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self.machine, self.stream = machine, machine.new_stream()
+        self.current_handle = lambda _: self.stream.cuda_stream
+        self._readers: dict[int, set[int]] = {}
+
+    def new_stream(self, *_: object, **__: object) -> Stream:
+        return self.machine.new_stream()
+
+    def on(self, stream: Stream) -> At:
+        return At(self, stream)
+
+    def reads(self, tensor: torch.Tensor) -> set[int]:
+        """Handles of the streams that a tensor's memory was recorded on."""
+        return self._readers.get(tensor.untyped_storage().data_ptr(), set())
+
+    @contextmanager
+    def installed(self) -> Iterator[SimulatedGpu]:
+        """What the public interface asks PyTorch for is this device's."""
+
+        def record(tensor: torch.Tensor, stream: Stream) -> None:
+            self._readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream.cuda_stream)
+
+        with (
+            mock.patch.multiple(torch.cuda, Event=Event, current_stream=lambda *_: self.stream),
+            mock.patch.object(torch.Tensor, "record_stream", record),
+        ):
+            yield self
 
 
 class OnDevice(TorchDispatchMode):

@@ -14,11 +14,11 @@ from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.abi import vector_bytes
 from fusco.cuda.kernels.comm import Report
 from fusco.planner.routing import Routing
-from fusco.reference.add_returned import add_returned
-from fusco.reference.combine_rows import combine_rows, sum_partially
-from fusco.reference.plan import mark_ranks, plan_slots
-from fusco.reference.plan_forwarding import plan_forwarding
-from fusco.reference.scatter_rows import scatter_rows
+from reference.add_returned import add_returned
+from reference.combine_rows import combine_rows, sum_partially
+from reference.plan import mark_ranks, plan_slots
+from reference.plan_forwarding import plan_forwarding
+from reference.scatter_rows import scatter_rows
 
 _ELEMENT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _IDS = {4: torch.int32, 8: torch.int64}

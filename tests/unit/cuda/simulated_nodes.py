@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-from simulated_device import Event, Machine, OnDevice, Stream
+from simulated_device import Event, Machine, OnDevice, SimulatedGpu, Stream
 from simulated_kernels import NodeWords, SimulatedLibrary
 
 from fusco.api.collective import run_collective
+from fusco.bench.host.null_device import SharedMemory
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
 from fusco.core.access import Access
 from fusco.core.config import Launch
@@ -109,8 +109,8 @@ class SimulatedNccl:
 class SimulatedNetwork:
     """Replaces ``Network``."""
 
-    def __init__(self, nccl: SimulatedNccl, rank: int, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, nccl: SimulatedNccl, rank: int, gpu: SimulatedGpu) -> None:
+        self.gpu, self.stream = gpu, gpu.new_stream()
         self._nccl, self._rank = nccl, rank
 
     def exchange(
@@ -119,9 +119,7 @@ class SimulatedNetwork:
         assert all(message.num_bytes for message in (*sends, *receives)), what
         stream = stream or self.stream
         self._nccl.exchange(self._rank, sends, receives, stream)
-        done = Event()
-        done.record(stream)
-        return done
+        return stream.record_event()
 
 
 class SimulatedSession:
@@ -176,20 +174,6 @@ class SimulatedWatch:
 @dataclass
 class Roll:
     rank: int
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """Replaces PyTorch's handle of symmetric memory."""
-
-    memories: Sequence[torch.Tensor]
-
-    @property
-    def buffer_ptrs(self) -> list[int]:
-        return [memory.data_ptr() for memory in self.memories]
-
-    def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.memories[rank][: size[0]]
 
 
 @dataclass
@@ -268,22 +252,22 @@ class World:
         """Run a program on every rank; returns what it returns, once all that it launched is done."""
 
         def on_rank(rank: int) -> Any:
-            stream = self.machine.new_stream()
-            with OnDevice(self.machine, stream):
-                return program(self._start(rank, stream))
+            gpu = SimulatedGpu(self.machine)
+            gpu.share = self._share
+            with OnDevice(self.machine, gpu.stream):
+                return program(self._start(rank, gpu))
 
-        with self.machine.installed(), mock.patch("fusco.cuda.arena.rendezvous", self._rendezvous):
-            return self.machine.run(on_rank, self.layout.topology.world_size)
+        return self.machine.run(on_rank, self.layout.topology.world_size)
 
-    def _rendezvous(self, memory: torch.Tensor, store_gather: Roll, ranks: Sequence[int], name: str) -> Mapped:
+    def _share(self, memory: torch.Tensor, store_gather: Roll, ranks: Sequence[int], name: str) -> SharedMemory:
         gathered = self._buffers.all_gather(store_gather.rank, (name, memory))
         assert {other for other, _ in gathered} == {name}
-        return Mapped([gathered[rank][1] for rank in ranks])
+        return SharedMemory([gathered[rank][1] for rank in ranks])
 
-    def _start(self, rank: int, stream: Stream) -> Rank:
+    def _start(self, rank: int, gpu: SimulatedGpu) -> Rank:
         layout, machine = self.layout, self.machine
         memory = torch.zeros(layout.offsets["end"], dtype=torch.uint8)
-        arena = Arena(layout, memory, Roll(rank))
+        arena = Arena(layout, memory, Roll(rank), gpu)
         words = self._words[layout.topology.rank_to_node[rank]]
         library = self._library() if self._library else SimulatedLibrary(machine, words)
         context = CudaContext.of(library, arena, self.placement, SimulatedWatch(machine))
@@ -291,6 +275,6 @@ class World:
         planner, own_rows = DevicePlanner(context), OwnRows(context)
         shuffle: Any = IntranodeShuffle(context, planner, own_rows)
         if layout.topology.num_nodes > 1:
-            network = SimulatedNetwork(self.nccl, rank, machine.new_stream())
-            shuffle = InternodeShuffle(context, planner, own_rows, network, machine.new_stream())
-        return Rank(rank, arena, context, shuffle, stream, session, library)
+            network = SimulatedNetwork(self.nccl, rank, gpu)
+            shuffle = InternodeShuffle(context, planner, own_rows, network, gpu.new_stream())
+        return Rank(rank, arena, context, shuffle, gpu.stream, session, library)

@@ -9,8 +9,8 @@ import torch
 
 from comparison import assert_same_bits, assert_within
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
-from fusco.reference.add_returned import add_returned
 from generator import random_of, values
+from reference.add_returned import add_returned
 
 HIDDEN = (1, 3, 8, 17)
 

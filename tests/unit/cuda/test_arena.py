@@ -12,6 +12,7 @@ from fusco import Capacity, Settings, Topology
 from fusco.core.errors import SharedMemoryError
 from fusco.cuda import rendezvous as module
 from fusco.cuda.arena import Arena
+from fusco.cuda.gpu import Gpu
 from fusco.cuda.layout import DeviceLayout
 from store_gathers import ThreadStoreGather, on_ranks
 
@@ -50,14 +51,11 @@ def test_memory_that_one_rank_cannot_map_fails_on_all(mark, expected):
         memory = torch.zeros(LAYOUT.offsets["end"], dtype=torch.uint8)
         memory[0] = mark * store_gather.rank
         try:
-            arena = Arena(LAYOUT, memory, store_gather)
+            arena = Arena(LAYOUT, memory, store_gather, Gpu(torch.device("cpu")))
         except SharedMemoryError as error:
             return str(error)[:7]
         return "mapped" if arena.address(0, 5) == memory.data_ptr() + 5 else "elsewhere"
 
-    with (
-        mock.patch.object(module, "_SymmetricMemory", SymmetricMemory()),
-        mock.patch.object(torch.Tensor, "pin_memory", lambda memory: memory),
-    ):
+    with mock.patch.object(module, "_SymmetricMemory", SymmetricMemory()):
         outcomes = on_ranks(2, share, timeout_s=2.0)
     assert outcomes == dict.fromkeys(range(2), expected)

@@ -7,7 +7,6 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 from network_mocks import LIMIT_S, NO_LIMIT_S, RECEIVES, SENDS, SLACK_S, network_to
 
 from fusco.core.errors import Stall
@@ -17,8 +16,8 @@ from fusco.core.errors import Stall
 def captured():
     """A network whose messages were captured in a graph."""
     with network_to(1) as network:
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            network.exchange(SENDS, RECEIVES, "slice 0")
+        network.gpu.is_captured = True
+        network.exchange(SENDS, RECEIVES, "slice 0")
         yield network
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 import weakref
-from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,6 +20,7 @@ import torch
 from fusco import Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
+from fusco.bench.host.null_device import NullEvent, NullGpu, NullStream
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.connect import connect
 from fusco.control.layout import SegmentSizes
@@ -35,32 +35,46 @@ from store_gathers import on_ranks
 
 TIMEOUT_S, SLACK_S = 2.0, 5.0
 LIBRARY = SimpleNamespace(device=torch.device("cpu"), num_sms=4)
-OWN = threading.local()  # the device of the rank whose thread this is
 
 
-class Device:
-    """What a rank's device does, and what was done to its connections over NCCL."""
+class Device(NullGpu):
+    """GPU of a rank: says whether what was launched is done, and notes what was done to its NCCL."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_done = lambda: True
         self.log: list[tuple[str, float]] = []
+        self.stream = Stream(self)
 
     @property
     def deeds(self) -> list[str]:
         return [what for what, _ in self.log]
 
+    def new_event(self):
+        return Event(self)
 
-class Event:
-    """Replaces ``torch.cuda.Event``."""
+    def new_stream(self, *_):
+        return Stream(self)
 
-    def __init__(self) -> None:
-        self._device = OWN.device
+    def connect(self, *_):
+        return Nccl(self.log)
 
-    def record(self, stream) -> None:
-        pass
+
+class Event(NullEvent):
+    """Event that is reached when its device says so."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def query(self) -> bool:
         return self._device.is_done()
+
+
+class Stream(NullStream):
+    """Stream of a device."""
+
+    def __init__(self, device: Device) -> None:
+        self.record_event = lambda: Event(device)
 
 
 class Nccl:
@@ -68,8 +82,8 @@ class Nccl:
 
     failure = ""
 
-    def __init__(self, *_, **__) -> None:
-        self._log = OWN.device.log
+    def __init__(self, log) -> None:
+        self._log = log
 
     def finish(self) -> None:
         self._log.append(("finish", time.monotonic()))
@@ -79,56 +93,30 @@ class Nccl:
             self._log.append(("abort", time.monotonic()))
 
 
-def visible(num_bytes, device):
-    return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
-def mapped(memory, store_gather, ranks, name):
-    return SimpleNamespace(buffer_ptrs=[memory.data_ptr()], get_buffer=lambda rank, size, dtype: memory)
-
-
-@pytest.fixture(autouse=True)
-def devices():
-    streams = [mock.MagicMock(name="stream", cuda_stream=1, device=torch.device("cpu")) for _ in range(2)]
-    with ExitStack() as stack:
-        for name, stand_in in (
-            ("Stream", lambda *_, **__: streams[0]),
-            ("current_stream", lambda *_: streams[1]),
-            ("Event", Event),
-            ("stream", lambda _: nullcontext()),
-            ("device", lambda _: nullcontext()),
-            ("current_device", lambda: None),
-            ("synchronize", lambda _: None),
-            ("is_current_stream_capturing", lambda: False),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        stack.enter_context(mock.patch("fusco.cuda.stream_order.raw_stream_of", None))
-        stack.enter_context(mock.patch("fusco.cuda.arena.allocate_visible", visible))
-        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", mapped))
-        stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", Nccl))
-        yield
-
-
 def config_for(num_ranks, timeout_s) -> EngineConfig:
     capacity = Capacity(max_tokens_per_rank=4, max_bytes_per_token=8, num_topk=1)
     return EngineConfig(Topology.of_equal_nodes(num_ranks, 1), capacity, Settings(timeout_s=timeout_s))
 
 
-def open_on(store_gather, timeout_s=TIMEOUT_S) -> Communicator:
+def open_on(store_gather, timeout_s=TIMEOUT_S, *, is_capturing=False) -> Communicator:
     """The communicator of a rank, which has launched something."""
-    OWN.device = Device()
     num_ranks = store_gather.world_size
     config = config_for(num_ranks, timeout_s)
     placement = ExpertPlacement.contiguous(num_ranks, num_ranks)
     connections = connect(
         store_gather, SegmentSizes.of_control(config.topology), PeerInfo(["here"] * num_ranks, [], "127.0.0.1")
     )
-    engine = CudaEngine(connections, config, placement, LIBRARY)
+    gpu = Device()
+    gpu.is_capturing = lambda: is_capturing
+    engine = CudaEngine(connections, config, placement, LIBRARY, gpu)
     with engine._order.on_stream(Launch()):
         pass
     session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
     return Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
+
+
+def device_of(communicator) -> Device:
+    return communicator._engine._gpu
 
 
 def error_of(call):
@@ -143,9 +131,9 @@ def test_no_rank_ends_nccl_before_all_devices_are_done():
     def close(store_gather):
         communicator, began = open_on(store_gather, timeout_s=20.0), time.monotonic()
         if store_gather.rank == 1:
-            OWN.device.is_done = lambda: time.monotonic() > began + 0.5
+            device_of(communicator).is_done = lambda: time.monotonic() > began + 0.5
         communicator.close()
-        return OWN.device, began
+        return device_of(communicator), began
 
     ended = on_ranks(3, close)
     done_at = ended[1][1] + 0.5
@@ -167,7 +155,7 @@ def left_alone(befall, timeout_s=TIMEOUT_S):
             return None
         has_left.wait()
         befall(communicator)
-        return error_of(communicator.close), OWN.device
+        return error_of(communicator.close), device_of(communicator)
 
     return on_ranks(2, close)[0]
 
@@ -205,7 +193,7 @@ def test_a_rank_that_has_left_is_an_error_where_results_are_undefined(befall):
 
 def test_a_rank_that_has_left_is_an_error_where_the_device_does_not_end():
     def hang(communicator):
-        OWN.device.is_done = lambda: False
+        device_of(communicator).is_done = lambda: False
 
     with pytest.warns(UserWarning, match=r"has not completed within 1\.0 s: .* memory is not released"):
         error, _ = left_alone(hang)
@@ -231,7 +219,7 @@ def test_a_device_that_does_not_end_keeps_its_memory_and_nothing_else(query):
         communicator = open_on(store_gather)
         engine = communicator._engine
         address = engine._watchdog._status_server.address
-        OWN.device.is_done = query
+        device_of(communicator).is_done = query
         began = time.monotonic()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -283,7 +271,7 @@ def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_h
     are_open = threading.Barrier(2)  # a rank that fails earlier would fail the opening of the other
 
     def capture(store_gather):
-        communicator = open_on(store_gather)  # launches something, which is captured
+        communicator = open_on(store_gather, is_capturing=True)  # launches something, which is captured
         are_open.wait(TIMEOUT_S)
         arena, deadline = communicator._engine._arena, time.monotonic() + TIMEOUT_S
         if store_gather.rank == 1:
@@ -294,8 +282,7 @@ def test_after_a_capture_a_failure_of_another_rank_aborts_the_device_though_no_h
         communicator.abort()
         return has_aborted, error
 
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        has_aborted, error = on_ranks(2, capture)[0]
+    has_aborted, error = on_ranks(2, capture)[0]
     assert has_aborted
     assert type(error) is PeerFailureError
     assert error.peers == (1,)
@@ -307,7 +294,7 @@ def test_a_rank_that_disconnects_first_while_all_close_is_no_loss_after_a_captur
     has_closed = threading.Event()
 
     def close(store_gather):
-        communicator, seen = open_on(store_gather, timeout_s=20.0), []
+        communicator, seen = open_on(store_gather, timeout_s=20.0, is_capturing=True), []
         session, arena = communicator._session, communicator._engine._arena
         agree = session.agree
 
@@ -322,10 +309,9 @@ def test_a_rank_that_disconnects_first_while_all_close_is_no_loss_after_a_captur
             session.agree = agree_late
         communicator.close()
         has_closed.set()
-        return seen, OWN.device.deeds
+        return seen, device_of(communicator).deeds
 
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert on_ranks(2, close) == {0: ([0], ["finish"]), 1: ([], ["finish"])}
+    assert on_ranks(2, close) == {0: ([0], ["finish"]), 1: ([], ["finish"])}
 
 
 @pytest.mark.parametrize("has_failed", [False, True], ids=["closed", "broken"])

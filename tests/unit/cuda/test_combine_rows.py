@@ -10,10 +10,10 @@ import torch
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES
-from fusco.reference.combine_rows import combine_rows, sum_partially
-from fusco.reference.plan import PlannedSlots, mark_ranks, plan_slots
 from generator import KINDS, Case
 from law import Law
+from reference.combine_rows import combine_rows, sum_partially
+from reference.plan import PlannedSlots, mark_ranks, plan_slots
 
 NUM_EXPERTS, NUM_TOPK = 24, 6
 

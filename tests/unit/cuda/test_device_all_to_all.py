@@ -5,30 +5,23 @@ from __future__ import annotations
 import ctypes
 import queue
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from fusco.bench.host.null_device import NullStream
 from fusco.bench.inputs.matrices import make_matrix
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import MessageRounds
-from fusco.reference import copy_segments as twin
 from fusco.schedule.rank_schedule import make_rank_schedule
 from fusco.schedule.schedule import make_schedule
 from generator import any_bits
+from reference import copy_segments as twin
 
 CPU = torch.device("cpu")
 _LIMIT_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-def event():
-    """No test waits for an event: everything is done when it has been launched."""
-    with mock.patch.object(torch.cuda, "Event", mock.Mock):
-        yield
 
 
 class Network:
@@ -38,7 +31,7 @@ class Network:
     ever otherwise.
     """
 
-    stream = None
+    stream = NullStream()  # everything is done when it has been launched
 
     def __init__(self, rank, mailboxes):
         self._rank, self._mailboxes = rank, mailboxes

@@ -12,8 +12,8 @@ from simulated_kernels import NodeWords, SimulatedLibrary
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.launcher import Launcher
-from fusco.reference.copy_segments import copy_segments
 from generator import any_bits
+from reference.copy_segments import copy_segments
 
 SRC = any_bits((5000,), torch.uint8, "src")
 

@@ -12,14 +12,14 @@ from simulated_nodes import Rank
 
 from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Settings, Topology
+from fusco.bench.shuffle.baseline import weighted_sum
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
 from fusco.cuda.kernels.weighted_sum import weighted_sum as launch_weighted_sum
 from fusco.cuda.layout import DeviceLayout
-from fusco.reference.copy_segments import copy_segments
-from fusco.reference.weight_gradients import weight_gradients
-from fusco.reference.weighted_sum import weighted_sum
 from generator import random_of
+from reference.copy_segments import copy_segments
+from reference.weight_gradients import weight_gradients
 
 pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusco.core.errors import TransportError
-from fusco.cuda.network import enter_device
+from fusco.cuda.gpu import Gpu
 
 driver = pytest.importorskip(
     "cuda.bindings.driver", reason="needs cuda-core, which fusco[cuda] and fusco[test] install"
@@ -25,7 +25,6 @@ def calls():
         return driver.CUresult.CUDA_SUCCESS, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
     with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "set_device", made.append),
         mock.patch.object(driver, "cuThreadExchangeStreamCaptureMode", exchange),
     ):
@@ -33,7 +32,7 @@ def calls():
 
 
 def test_a_thread_uses_its_device_and_sees_only_its_own_captures(calls):
-    enter_device(DEVICE)
+    Gpu(DEVICE).enter_thread()
     assert calls == [DEVICE, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL]
 
 
@@ -43,10 +42,4 @@ def test_a_failure_to_set_the_capture_mode_raises(calls):
         mock.patch.object(driver, "cuThreadExchangeStreamCaptureMode", return_value=failure),
         pytest.raises(TransportError, match="CUDA_ERROR_NOT_INITIALIZED"),
     ):
-        enter_device(DEVICE)
-
-
-def test_without_cuda_the_driver_is_not_called(calls):
-    with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        enter_device(DEVICE)
-    assert calls == []
+        Gpu(DEVICE).enter_thread()

@@ -21,8 +21,8 @@ from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
-from fusco.reference import plan_forwarding as twin
 from generator import KINDS, Case, number_of
+from reference import plan_forwarding as twin
 from scattered_lanes import ScatteredLanes
 
 CPU = torch.device("cpu")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from simulated_device import Event, Machine, Stream
+from simulated_device import Machine, SimulatedGpu, Stream
 
 from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
 from fusco.core.errors import TransportError
@@ -51,44 +50,10 @@ def plan_of_rank_0() -> InternodePlan:
     )
 
 
-class CpuSegmentChannels:
-    """PyTorch's streams, of which one is current, and the streams that read each memory."""
-
-    def __init__(self) -> None:
-        machine = Machine(seed=0)
-        self._make = machine.new_stream
-        self.callers, self.others = machine.new_stream(), machine.new_stream()
-        self.current = self.callers
-        self.readers: dict[int, set[int]] = {}
-
-    def reads(self, tensor: torch.Tensor) -> set[int]:
-        return self.readers.get(tensor.untyped_storage().data_ptr(), set())
-
-    @contextmanager
-    def installed(self) -> Iterator[CpuSegmentChannels]:
-        def record(tensor: torch.Tensor, stream: Stream) -> None:
-            self.readers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream.cuda_stream)
-
-        with (
-            mock.patch.multiple(
-                torch.cuda,
-                Stream=lambda *_, **__: self._make(),
-                Event=Event,
-                current_stream=lambda *_: self.current,
-                current_device=lambda: 0,
-                stream=lambda _: nullcontext(),
-                is_current_stream_capturing=lambda: False,
-            ),
-            mock.patch.object(torch.Tensor, "record_stream", record),
-            mock.patch("fusco.cuda.stream_order.raw_stream_of", None),
-        ):
-            yield self
-
-
 @pytest.fixture
-def streams() -> Iterator[CpuSegmentChannels]:
-    with CpuSegmentChannels().installed() as streams:
-        yield streams
+def gpu() -> Iterator[SimulatedGpu]:
+    with SimulatedGpu(Machine(seed=0), torch.device("cuda", 0)).installed() as gpu:
+        yield gpu
 
 
 class Shuffle:
@@ -108,8 +73,8 @@ class Shuffle:
 class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
-    def __init__(self) -> None:
-        self._order = StreamOrder(torch.device("cuda", 0), pytest.fail)
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu, self._order = gpu, StreamOrder(gpu, pytest.fail)
         self._shuffle = Shuffle()
 
 
@@ -127,11 +92,11 @@ VERBS = pytest.mark.parametrize("verb", [combine, dispatch_again])
 
 
 @VERBS
-def test_a_plan_lives_until_the_own_stream_has_read_it(streams: CpuSegmentChannels, verb):
-    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+def test_a_plan_lives_until_the_own_stream_has_read_it(gpu: SimulatedGpu, verb):
+    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     verb(engine, plan, rows, Launch(own_stream=True))
     own = {engine._shuffle.stream.cuda_stream}
-    assert own != {streams.callers.cuda_stream}
+    assert own != {gpu.stream.cuda_stream}
     for tensor in (
         rows,
         plan.tables.row_to_slots,
@@ -139,21 +104,21 @@ def test_a_plan_lives_until_the_own_stream_has_read_it(streams: CpuSegmentChanne
         plan.tables.token_to_ranks,
         plan.forwarding.node_to_tokens,
     ):
-        assert streams.reads(tensor) == own
+        assert gpu.reads(tensor) == own
 
 
 @VERBS
-def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(streams: CpuSegmentChannels, verb):
-    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
-    streams.current = streams.others
-    verb(engine, plan, rows, Launch())
-    assert streams.reads(plan.tables.row_to_slots) == {streams.others.cuda_stream}
-    assert not streams.reads(rows)  # the caller can see to that
+def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(gpu: SimulatedGpu, verb):
+    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    with gpu.on(gpu.new_stream()) as other:
+        verb(engine, plan, rows, Launch())
+    assert gpu.reads(plan.tables.row_to_slots) == {other.cuda_stream}
+    assert not gpu.reads(rows)  # the caller can see to that
 
 
 @VERBS
-def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, verb):
-    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+def test_what_was_copied_from_a_plan_lives_as_long(gpu: SimulatedGpu, verb):
+    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     copies = plan.slices(1)
     assert len(copies) == 2
     assert plan.own_rows.tensors == ()  # no copy
@@ -161,30 +126,29 @@ def test_what_was_copied_from_a_plan_lives_as_long(streams: CpuSegmentChannels, 
     for held in copies:
         assert len(held.tensors) == 3
         for tensor in held.tensors:
-            assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
+            assert gpu.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
 @VERBS
-def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read_it(streams: CpuSegmentChannels, verb):
-    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
-    plan.stream = streams.callers.cuda_stream
-    streams.current = streams.others
-    verb(engine, plan, rows, Launch())
-    copies = plan.slices(1)  # as that call made them
-    streams.current = streams.callers
+def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read_it(gpu: SimulatedGpu, verb):
+    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    plan.stream = gpu.stream.cuda_stream
+    with gpu.on(gpu.new_stream()):
+        verb(engine, plan, rows, Launch())
+        copies = plan.slices(1)  # as that call made them
     verb(engine, plan, rows, Launch())
     for held in copies:
         for tensor in held.tensors:
-            assert streams.reads(tensor) == {streams.callers.cuda_stream}
+            assert gpu.reads(tensor) == {gpu.stream.cuda_stream}
 
 
 @VERBS
-def test_weights_by_slot_that_were_requested_live_as_long(streams: CpuSegmentChannels, verb):
-    engine, plan, rows = Engine(), plan_of_rank_0(), torch.zeros(4, 2)
+def test_weights_by_slot_that_were_requested_live_as_long(gpu: SimulatedGpu, verb):
+    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     requested = [plan.slot_weights, plan.slot_to_k]
     verb(engine, plan, rows, Launch(own_stream=True))
     for tensor in requested:
-        assert streams.reads(tensor) == {engine._shuffle.stream.cuda_stream}
+        assert gpu.reads(tensor) == {engine._shuffle.stream.cuda_stream}
 
 
 def made_of(plan: InternodePlan) -> list[torch.Tensor]:

@@ -16,8 +16,8 @@ from simulated_nodes import Rank, SimulatedWatch
 from comparison import assert_same_bits
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
 from fusco.planner.routing import Routing
-from fusco.reference import plan_forwarding as twin
 from generator import KINDS
+from reference import plan_forwarding as twin
 
 SCENE = Scene(num_nodes=3, ranks_per_node=1, kind="balanced", seed=4)
 NUM_CALLS = 4
@@ -122,7 +122,7 @@ def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(folder, weights
     def on_rank(at: Rank) -> Any:
         node, table = at.context.node, at.context.expert_to_node
         for routing in (Routing(ids, weights), Routing(ids.clamp(-1, 11), weights)):
-            summary = ForwardingSummary(2, node)
+            summary = ForwardingSummary(2, node, torch.device("cpu"))
             plan, messages, _ = plan_forwarding(at.context.launcher(at.stream), routing, table, summary, terms)
             at.machine_is_idle()
             with_none = torch.cat([table, table.new_tensor([-1])]).long()
@@ -151,7 +151,7 @@ def test_a_launch_is_prepared_for_a_node_and_a_placement(folder):
     )
 
     def on_rank(at: Rank) -> Any:
-        summary, counts = ForwardingSummary(3, 0), []
+        summary, counts = ForwardingSummary(3, 0, torch.device("cpu")), []
         for node, nodes in ((0, [0, 1, 1, 2]), (1, [0, 1, 1, 2]), (1, [2, 1, 2, 2])):
             summary.own_node = node  # as another summary at the same address would have it
             kept = torch.tensor(nodes, dtype=torch.int32)

@@ -8,7 +8,7 @@ from contextlib import closing
 from unittest import mock
 
 import pytest
-from network_mocks import DEVICE, LIMIT_S, NO_LIMIT_S, SLACK_S, Nccl, Watchdog
+from network_mocks import LIMIT_S, NO_LIMIT_S, SLACK_S, Gpu, Nccl, Watchdog
 
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.network import NcclWatchdog
@@ -17,11 +17,11 @@ from fusco.cuda.network import NcclWatchdog
 class Scene:
     """An NCCL watchdog, and its calls."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, gpu: Gpu | None = None) -> None:
         self.nccl, self.watchdog = Nccl(), Watchdog()
         self.calls: list[tuple[Stall | None, int]] = []  # the stall and the number of aborts at each call of on_stall
         self._is_made = threading.Event()
-        self.nccl_watchdog = NcclWatchdog(self.nccl, self.watchdog, timeout_s, DEVICE, self._note_stall)
+        self.nccl_watchdog = NcclWatchdog(self.nccl, self.watchdog, timeout_s, gpu or Gpu(), self._note_stall)
         self._is_made.set()
         self.began = time.monotonic()
         self.close = self.nccl_watchdog.close
@@ -173,23 +173,23 @@ def test_a_guard_that_cannot_look_gives_up_and_says_why():
 
 
 def test_a_guard_enters_its_device_before_it_looks():
-    deeds = []
+    deeds, gpu = [], Gpu()
 
-    def enter(device):
+    def enter():
         time.sleep(0.1)
-        deeds.append((device, threading.current_thread()))
+        deeds.append(threading.current_thread())
 
-    with mock.patch("fusco.cuda.network.enter_device", enter), closing(Scene(NO_LIMIT_S)) as scene:
+    gpu.enter_thread = enter
+    with closing(Scene(NO_LIMIT_S, gpu)) as scene:
         scene.nccl_watchdog.watch(lambda: not deeds.append("a look"), stall_of("slice 0"))
         time.sleep(0.3)
-    assert deeds == [(DEVICE, scene.nccl_watchdog._thread), "a look"]
+    assert deeds == [scene.nccl_watchdog._thread, "a look"]
 
 
 def test_a_guard_that_cannot_enter_its_device_gives_up():
-    with (
-        mock.patch("fusco.cuda.network.enter_device", side_effect=TransportError("no")),
-        closing(Scene(NO_LIMIT_S)) as scene,
-    ):
+    gpu = Gpu()
+    gpu.enter_thread = mock.Mock(side_effect=TransportError("no"))
+    with closing(Scene(NO_LIMIT_S, gpu)) as scene:
         assert scene.nccl.has_aborted.wait(SLACK_S)
         assert scene.nccl_watchdog.stall.seen == "TransportError: no"
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from network_mocks import LIMIT_S, RECEIVES, SENDS, SLACK_S, Event, network_to
+from network_mocks import LIMIT_S, RECEIVES, SENDS, SLACK_S, network_to
 
 from fusco.core.errors import Stall
 
@@ -26,7 +26,7 @@ def test_one_other_node_gets_more_channels_than_nccl_would_take(num_remote_nodes
 def test_messages_are_watched_over_until_the_event_behind_them(network):
     done = network.exchange(SENDS, RECEIVES, "slice 4")
     assert network._nccl.launches == [(SENDS, RECEIVES, 77)]
-    assert Event.made == [done]
+    assert network.gpu.events == [done]
     assert done.stream is network.stream
     assert network._nccl.has_aborted.wait(SLACK_S)
     assert network.nccl_watchdog.stall == Stall("the network", (2, 3), "slice 4", "not all of 2,000 bytes")

@@ -12,8 +12,8 @@ from comparison import assert_same_bits
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.distribution import NodeRouting, distribute, mark_local_ranks
-from fusco.reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
 from generator import KINDS, Case, number_of
+from reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
 
 ALIGNMENTS = (1, 2, 5, 16)
 WORLD_SIZES = (1, 2, 3, 8)

@@ -7,10 +7,10 @@ import torch
 
 from comparison import assert_same_bits
 from fusco.core.placement import ExpertPlacement
-from fusco.reference.plan import plan_slots
-from fusco.reference.scatter_rows import scatter_rows
 from generator import KINDS, Case, any_bits
 from law import Law
+from reference.plan import plan_slots
+from reference.scatter_rows import scatter_rows
 
 DTYPES = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from simulated_device import Event, Machine, Stream, always
+from simulated_device import Event, Machine, SimulatedGpu, Stream, always
 
 from fusco import Capacity, Communicator, ExpertPlacement, Handle, Launch, Topology
 from fusco.api.create import CommunicatorParts
-from fusco.api.validation import Validator
+from fusco.bench.host.null_device import NullDeviceValidator
 from fusco.core.access import Access
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.engine import CudaEngine
@@ -26,61 +25,21 @@ IDS, WEIGHTS = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
 OWN = Launch(own_stream=True)
 
 
-class At:
-    """Replaces ``torch.cuda.StreamContext``, which can be entered again."""
-
-    def __init__(self, streams: Streams, stream: Stream) -> None:
-        self._streams, self._stream = streams, stream
-
-    def __enter__(self) -> None:
-        self._before, self._streams.current = self._streams.current, self._stream
-
-    def __exit__(self, *_: object) -> None:
-        self._streams.current = self._before
-
-
-class Streams:
-    """Simulated streams, one of which is current."""
+class Streams(SimulatedGpu):
+    """Streams of a GPU, of which the caller has two."""
 
     def __init__(self, seed: int) -> None:
-        self.machine = Machine(seed)
-        self.callers, self.other = self.machine.new_stream(), self.machine.new_stream()
-        self.current = self.callers
-        self.readers: dict[int, set[int]] = {}
-        self.resources = ExitStack()
-
-    def at(self, stream: Stream) -> At:
-        return At(self, stream)
+        super().__init__(Machine(seed), torch.device("cuda", 0))
+        self.callers, self.other = self.stream, self.machine.new_stream()
 
     def launch(self, act) -> None:
         """Run something on the current stream, when its turn comes."""
-        self.current.launch("a kernel of the caller", act)
+        self.stream.launch("a kernel of the caller", act)
 
     def advance(self) -> None:
         """Run all that does not wait."""
         while ready := [stream for stream in self.machine._streams if stream.is_ready()]:
             ready[0].go_on()
-
-    @contextmanager
-    def installed(self) -> Iterator[Streams]:
-        def record(tensor: torch.Tensor, stream: Stream) -> None:
-            self.readers.setdefault(tensor.data_ptr(), set()).add(stream.cuda_stream)
-
-        with (
-            mock.patch.multiple(
-                torch.cuda,
-                Stream=lambda *_, **__: self.machine.new_stream(),
-                Event=Event,
-                current_stream=lambda *_: self.current,
-                current_device=lambda: 0,
-                stream=self.at,
-                is_current_stream_capturing=lambda: False,
-            ),
-            mock.patch.object(torch.Tensor, "record_stream", record),
-            mock.patch("fusco.cuda.stream_order.raw_stream_of", None),
-            self.resources,
-        ):
-            yield self
 
 
 class Plan:
@@ -96,7 +55,7 @@ class Plan:
 
     @property
     def slot_weights(self) -> torch.Tensor:
-        self.weighing.append(self._streams.current)
+        self.weighing.append(self._streams.stream)
         return WEIGHTS.view(-1)
 
 
@@ -129,7 +88,7 @@ class Engine(CudaEngine):
     """An engine of nothing but an order of streams."""
 
     def __init__(self, streams: Streams) -> None:
-        self._order, self._topology = StreamOrder(torch.device("cuda", 0), pytest.fail), Topology((0,))
+        self._gpu, self._order, self._topology = streams, StreamOrder(streams, pytest.fail), Topology((0,))
         self._shuffle = Shuffle(streams)
 
     def pending_error(self) -> None:
@@ -139,17 +98,10 @@ class Engine(CudaEngine):
         pass
 
 
-class OnCpu(Validator):
-    """A validator for CUDA that takes tensors of the CPU."""
-
-    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        pass
-
-
 def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
     session = mock.Mock(sequence_number=1, has_published=False, access=Access("a communicator"))
     session.begin.side_effect = lambda _: Call(1, CallProfile())
-    validator = OnCpu(
+    validator = NullDeviceValidator(
         rank=0,
         placement=PLACEMENT,
         balancer=balance_send_and_receive,
@@ -159,7 +111,6 @@ def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
     )
     engine = Engine(streams)
     comm = Communicator.of_parts(CommunicatorParts(session, engine, validator))
-    streams.resources.callback(comm.abort)
     return comm, engine._shuffle
 
 
@@ -201,7 +152,7 @@ def test_waiting_for_the_first_call_does_not_wait_for_the_second(streams: Stream
     seen = []
     wait_for_first()
     streams.launch(lambda: seen.append(first.tolist()))
-    with streams.at(streams.other):
+    with streams.on(streams.other):
         wait_for_second()
         streams.launch(lambda: seen.append(second.tolist()))
     streams.advance()
@@ -233,7 +184,7 @@ def test_two_micro_batches_are_right_in_any_order_of_streams(seed):
                 launch = Launch(own_stream=True, event=event)
                 outs.append(comm.combine(y, of_batch.handle, launch=launch))
             for number, (out, event, stream) in enumerate(zip(outs, events, reading, strict=True)):
-                with streams.at(stream):
+                with streams.on(stream):
                     event.wait()
                     streams.launch(lambda number=number, out=out: seen.append((number, out.tolist())))
 
@@ -244,11 +195,11 @@ def test_two_micro_batches_are_right_in_any_order_of_streams(seed):
 def test_results_live_until_every_stream_that_waited_has_read_them(streams: Streams):
     comm, _ = communicator(streams)
     sent = comm.dispatch([torch.zeros(2, 3), torch.zeros(2)], IDS, WEIGHTS, with_weights=True, launch=OWN)
-    with streams.at(streams.other):
+    with streams.on(streams.other):
         sent.wait()
     assert sent.weights is not None
     for tensor in (*sent.payloads, sent.num_rows_per_expert, sent.weights):
-        assert streams.readers[tensor.data_ptr()] == {streams.callers.cuda_stream, streams.other.cuda_stream}
+        assert streams.reads(tensor) == {streams.callers.cuda_stream, streams.other.cuda_stream}
 
 
 def test_weights_of_rows_are_made_by_the_call_so_that_the_callers_stream_does_not_wait(streams: Streams):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import numba
 import torch
@@ -28,6 +27,7 @@ from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.cuda.engine import CudaEngine
+from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
-class _Stream:
+class NullStream:
     """Stream on which everything is done at once."""
 
     cuda_stream, device = 1, _CPU
@@ -50,14 +50,16 @@ class _Stream:
 
     wait_stream = wait_event
 
+    def record_event(self) -> NullEvent:
+        """Return an event that has been reached."""
+        return NullEvent()
 
-class _Event:
+
+class NullEvent:
     """Event that has always been reached."""
 
+    device: torch.device | None = None
     cuda_event = 1
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
 
     def record(self, stream: object = None) -> None:
         """Do nothing."""
@@ -65,6 +67,68 @@ class _Event:
     def query(self) -> bool:
         """Return True."""
         return True
+
+
+class NullGpu(Gpu):
+    """GPU that does nothing and has the memory of the host; ``stream`` is always the current one."""
+
+    new_event: Any = NullEvent
+    is_capturing = staticmethod(lambda: False)
+    current_handle = staticmethod(lambda _: NullStream.cuda_stream)
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        super().__init__(device)
+        self.stream: Any = NullStream()
+        self.current_index = lambda: device.index
+
+    def new_stream(self, *_: object, **__: object) -> Any:
+        """Return another stream."""
+        return NullStream()
+
+    def current_stream(self) -> Any:
+        """Return the only current stream."""
+        return self.stream
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def on(self, *_: object) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def enter_thread(self) -> None:
+        """Do nothing."""
+
+    synchronize = enter_thread
+
+    def allocate_visible(self, num_bytes: int) -> torch.Tensor:
+        """Return host memory."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
+
+    def share(self, memory: torch.Tensor, _store_gather: StoreGather, ranks: Sequence[int], _name: str) -> Any:
+        """Return this rank's memory as that of all ranks."""
+        return SharedMemory([memory] * len(ranks))
+
+    def connect(self, *_: object) -> Any:
+        """Return an NCCL that moves nothing."""
+        return _NullNccl()
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory of each rank of a node, as the handles of PyTorch's symmetric memory have it."""
+
+    memories: Sequence[torch.Tensor]
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """The addresses."""
+        return [memory.data_ptr() for memory in self.memories]
+
+    def get_buffer(self, rank: int, size: tuple[int, ...], _dtype: torch.dtype) -> torch.Tensor:
+        """Return the first bytes of a rank's memory."""
+        return self.memories[rank][: size[0]]
 
 
 class _NullKernel(Kernel):
@@ -171,9 +235,6 @@ class _NullNccl:
 
     failure = ""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
     def exchange(self, sends: object, receives: object, stream: int) -> None:
         """Do nothing."""
 
@@ -194,8 +255,10 @@ class _NullNccl:
     finish = abort
 
 
-class _NullDeviceValidator(Validator):
+class NullDeviceValidator(Validator):
     """Validator for CUDA that takes the tensors of the CPU that play those of a device."""
+
+    _is_capturing = False  # type: ignore[assignment]
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         pass
@@ -212,42 +275,15 @@ def keep_freed_memory() -> None:
             mallopt(option, num_bytes)
 
 
-@contextmanager
-def null_device() -> Iterator[None]:
-    """Replace what the CUDA backend takes from ``torch.cuda`` inside."""
-    stream = _Stream()
-
-    def allocate(num_bytes: int, _: torch.device) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
-
-    def share(memory: torch.Tensor, _store_gather: object, ranks: Sequence[int], _name: str) -> Any:
-        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * len(ranks), get_buffer=lambda *_: memory)
-
-    with ExitStack() as stack:
-        for name, replacement in (
-            ("Stream", lambda *_, **__: _Stream()),
-            ("Event", _Event),
-            ("current_stream", lambda *_: stream),
-            ("current_device", lambda: _CPU.index),
-            ("stream", lambda _: nullcontext()),
-            ("device", lambda _: nullcontext()),
-            ("synchronize", lambda *_: None),
-            ("is_current_stream_capturing", lambda: False),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor))
-        for name, function in (("raw_stream_of", lambda _: 1), ("device_index_now", lambda: _CPU.index)):
-            stack.enter_context(mock.patch(f"fusco.cuda.stream_order.{name}", function))
-        stack.enter_context(mock.patch("fusco.cuda.arena.allocate_visible", allocate))
-        stack.enter_context(mock.patch("fusco.cuda.arena.rendezvous", share))
-        stack.enter_context(mock.patch("fusco.cuda.network.NcclTransport", _NullNccl))
-        yield
-
-
 def null_communicator(
-    store_gather: StoreGather, topology: Topology, num_experts: int, capacity: Capacity, library: NullLibrary
+    store_gather: StoreGather,
+    topology: Topology,
+    num_experts: int,
+    capacity: Capacity,
+    library: NullLibrary,
+    gpu: NullGpu | None = None,
 ) -> Communicator:
-    """Return a communicator of all ranks, within ``null_device``.
+    """Return a communicator of all ranks.
 
     Everything on the host is real: validation, records, watchdog, plans, launches up to the driver and up to NCCL.
     """
@@ -257,9 +293,9 @@ def null_communicator(
     config = EngineConfig(topology, capacity, Settings(timeout_s=timeout_s, slice_bytes=slice_bytes))
     peer_info = PeerInfo(["this machine"] * num_ranks, [], "127.0.0.1")
     connections = connect(store_gather, SegmentSizes.of_control(topology), peer_info, SPIN_S)
-    engine = CudaEngine(connections, config, placement, cast("Any", library))
+    engine = CudaEngine(connections, config, placement, cast("Any", library), gpu or NullGpu())
     session = Session(store_gather.rank, connections, Access("a benchmark's communicator"), on_broken=engine.abort)
-    validator = _NullDeviceValidator(
+    validator = NullDeviceValidator(
         rank=store_gather.rank,
         placement=placement,
         balancer=balance_by_lanes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeAlias, TypeVar
@@ -18,7 +18,7 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.api.validation import Validator
 from fusco.bench.harness.environment import Measurement, hardware
-from fusco.bench.host.null_device import NullLibrary, keep_freed_memory, null_communicator, null_device
+from fusco.bench.host.null_device import NullLibrary, keep_freed_memory, null_communicator
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -163,12 +163,11 @@ def measure_host(group: dist.ProcessGroup, run: HostRun, _progress_port: int | N
     if run.device == "null":
         keep_freed_memory()
     try:
-        with null_device() if run.device == "null" else nullcontext():
-            with _communicator(group, run) as comm:
-                times = [_time(comm, run, variant) for variant in VARIANTS]
-            steps = _Steps()
-            with steps.installed(), _communicator(group, run) as comm:  # launches keep the functions that they call
-                step_us = [steps.of(_callers(comm, run, variant)[0], run.num_calls) for variant in VARIANTS]
+        with _communicator(group, run) as comm:
+            times = [_time(comm, run, variant) for variant in VARIANTS]
+        steps = _Steps()
+        with steps.installed(), _communicator(group, run) as comm:  # launches keep the functions that they call
+            step_us = [steps.of(_callers(comm, run, variant)[0], run.num_calls) for variant in VARIANTS]
     finally:
         os.sched_setaffinity(0, cores)
     return [HostTimes(**of, step_us=us) for of, us in zip(times, step_us, strict=True)]

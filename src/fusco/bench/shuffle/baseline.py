@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
-from fusco.core.rows import row_bytes
+from fusco.core.rows import accumulation_dtype, row_bytes
 from fusco.core.topology import Topology
 from fusco.cuda.kernels.library import library_of
 from fusco.cuda.kernels.weighted_sum import weighted_sum as weighted_sum_on_cuda
-from fusco.reference.weighted_sum import weighted_sum as weighted_sum_on_cpu
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,34 @@ class BaselineShuffle:
 
 
 def weighted_sum(rows: torch.Tensor, row_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """See ``fusco.reference.weighted_sum``; one kernel on CUDA, on the current stream."""
+    """See ``weighted_sum_on_cpu``; one kernel on CUDA, on the current stream."""
     if not rows.is_cuda:
         return weighted_sum_on_cpu(rows, row_idx, weights)
     stream = torch.cuda.current_stream().cuda_stream
     return weighted_sum_on_cuda(library_of(rows.device), stream, rows, row_idx, weights)
+
+
+def weighted_sum_on_cpu(rows: torch.Tensor, row_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sums of the rows that each token names, in the dtype of the rows.
+
+    Args:
+        rows: (num_rows, hidden).
+        row_idx: int64 (num_tokens, num_topk); an index outside of the rows contributes nothing.
+        weights: (num_tokens, num_topk). Products and sums are float32 (float64 for float64 rows), in order of k.
+
+    >>> rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    >>> weighted_sum_on_cpu(rows, torch.tensor([[1, 0], [0, -1]]), torch.tensor([[0.5, 2.0], [3.0, 1.0]])).tolist()
+    [[7.0, 14.0], [3.0, 6.0]]
+    """
+    wide = accumulation_dtype(rows.dtype)
+    out = torch.zeros(len(row_idx), rows.shape[1], dtype=wide, device=rows.device)
+    if not len(rows):
+        return out.to(rows.dtype)
+    is_there = (row_idx >= 0) & (row_idx < len(rows))
+    for k in range(row_idx.shape[1]):
+        terms = rows.index_select(0, row_idx[:, k].where(is_there[:, k], 0)).to(wide)
+        out += terms.mul_(weights[:, k, None].to(wide)).masked_fill_(~is_there[:, k, None], 0)
+    return out.to(rows.dtype)
 
 
 def _expert_major(counts: npt.NDArray[np.int64], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,3 +77,8 @@ def address(memory: Memory | None) -> int:
 def vector_bytes(row_bytes: int) -> int:
     """Return the widest vector access, in bytes, that divides a row."""
     return min(16, row_bytes & -row_bytes)
+
+
+def pinned(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return host memory that a device reads and writes: pinned, if the device is not the CPU in its place."""
+    return memory.pin_memory() if device.type == "cuda" else memory

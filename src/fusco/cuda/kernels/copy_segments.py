@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusco.cuda.kernels.abi import I64, POINTER, struct
+from fusco.cuda.kernels.abi import I64, POINTER, pinned, struct
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import COPY_BLOCKS_PER_SM, COPY_THREADS, copy_piece_bytes
 
@@ -36,7 +36,7 @@ def copy_segments(
         return
     library = launcher.library
     # From pinned memory, which stays allocated until the stream has read it.
-    table = torch.stack([src_offset, dst_offset, ends]).pin_memory().to(library.device, non_blocking=True)
+    table = pinned(torch.stack([src_offset, dst_offset, ends]), library.device).to(library.device, non_blocking=True)
     max_grid = library.num_sms * COPY_BLOCKS_PER_SM
     piece_bytes = copy_piece_bytes(total, max_grid)
     arguments = CopyArgs(src.data_ptr(), dst.data_ptr(), table.data_ptr(), len(ends), piece_bytes)

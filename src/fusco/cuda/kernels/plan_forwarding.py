@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusco.control.flags import Flags
-from fusco.cuda.kernels.abi import I32, POINTER, U64, address, struct
+from fusco.cuda.kernels.abi import I32, POINTER, U64, address, pinned, struct
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.repeated_launches import Field
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
@@ -45,9 +45,9 @@ class ForwardingSummary:
     overflow: tokens in the high half, and the limit in the low half; zero if there is none.
     """
 
-    def __init__(self, num_nodes: int, own_node: int) -> None:
+    def __init__(self, num_nodes: int, own_node: int, device: torch.device) -> None:
         self.num_nodes, self.own_node = num_nodes, own_node
-        self._memory = torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu").pin_memory()
+        self._memory = pinned(torch.zeros(2 * num_nodes + 1, dtype=torch.int64, device="cpu"), device)
         self._words, self._of_nodes = Flags(self._memory), self._memory[:num_nodes].numpy().data
         self._overflows = self._memory[num_nodes + 1 :].numpy().data
 

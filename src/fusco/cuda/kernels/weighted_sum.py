@@ -21,7 +21,7 @@ WeightedSumArgs = struct("WeightedSumArgs", (POINTER, "rows row_idx weights out"
 def weighted_sum(
     library: Library, stream: int, rows: torch.Tensor, row_idx: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Launch on a stream handle; see ``fusco.reference.weighted_sum``."""
+    """Launch on a stream handle; see ``weighted_sum_on_cpu`` of ``fusco.bench.shuffle.baseline``."""
     (num_tokens, num_topk), hidden = row_idx.shape, rows.shape[1]
     rows, weights = aligned(rows), weights.to(accumulation_dtype(rows.dtype)).contiguous()
     out = rows.new_empty(num_tokens, hidden)

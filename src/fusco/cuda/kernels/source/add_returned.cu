@@ -1,7 +1,7 @@
 // Last step of combine between nodes: add the sums that other nodes returned to this node's sum of each token.
 //
 // One warp per token. Sums are in float32 (float64 for float64 rows): this node's first, then those of the other nodes in
-// order. Twin: fusco.reference.add_returned.
+// order. Twin: tests/reference/add_returned.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_THREADS, NUM_REMOTE, HIDDEN, ROW_TYPE, WIRE_TYPE, VECTOR_ELEMENTS.
 #include "comm.cuh"

@@ -2,7 +2,7 @@
 //
 // Work items are per warp, and the holder's sums overlap with the transfer. Sums are in float32 (float64 for float64
 // rows), over ascending k, then over ascending ranks.
-// Twin: fusco.reference.combine_rows.
+// Twin: tests/reference/combine_rows.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, HIDDEN, ROW_TYPE, WIRE_TYPE and OUT_TYPE (BF16, F16, F32,
 // F64), WEIGHT_BYTES (0, 4, 8), VECTOR_ELEMENTS, MAX_PARTS, NUM_THREADS, BLOCKS_PER_SM, UNROLL, DEPTH.

@@ -2,7 +2,7 @@
 //
 // Each block copies an equal piece of the total bytes: part of a large segment, or many small ones. Segments are cut at
 // multiples of 16 bytes from their beginning, so accesses stay wide.
-// Twin: fusco.reference.copy_segments.
+// Twin: tests/reference/copy_segments.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS.
 #include "base.cuh"

@@ -5,7 +5,7 @@
 //
 // A stable counting sort over pairs (row, k), with rows in order of (source, token). Each block takes an equal run of rows,
 // each warp an equal run of the block's pairs. Prefix sums of the counts of all runs give the start of a run in every
-// expert's block. Twin: fusco.reference.plan.
+// expert's block. Twin: tests/reference/plan.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_NODES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8),
 // NUM_THREADS, CHUNK_PAIRS.

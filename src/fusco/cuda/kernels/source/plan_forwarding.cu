@@ -1,6 +1,6 @@
 // List the tokens for each other node in order of token, and pack their routing into messages, one block per node.
 //
-// The block of this node searches for invalid expert ids instead. Twin: fusco.reference.plan_forwarding.
+// The block of this node searches for invalid expert ids instead. Twin: tests/reference/plan_forwarding.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8), NUM_THREADS.
 #include "base.cuh"

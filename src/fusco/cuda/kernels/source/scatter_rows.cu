@@ -3,7 +3,7 @@
 //
 // A row crosses each link at most once, and is read from this rank's memory once. One warp per row, or per part of a row.
 // Of few rows, each warp pushes a first one while the plan is made, to the ranks that this rank's routing names, and writes
-// it to its slots here afterwards. Twin: fusco.reference.scatter_rows.
+// it to its slots here afterwards. Twin: tests/reference/scatter_rows.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_TOPK, NUM_PAYLOADS, PAYLOAD_BYTES and VECTOR_BYTES (lists with an
 // entry for each payload), MAX_PARTS, NUM_THREADS, UNROLL, IS_STREAMED (1 if the outputs exceed the caches), IS_EARLY (1 if

@@ -2,7 +2,7 @@
 // gradient row with the experts' output row.
 //
 // One warp per row; each row is read once. Dot products are in float32 (float64 for float64 rows).
-// Twin: fusco.reference.weight_gradients.
+// Twin: tests/reference/weight_gradients.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, HIDDEN, ROW_TYPE, WEIGHT_BYTES (4, 8), HAS_DOTS (0, 1),
 // VECTOR_ELEMENTS.

@@ -2,7 +2,7 @@
 // for float64 rows), in order of k. Indices outside of the rows contribute nothing.
 //
 // One block per token; each term is read once, and a lane has the loads of several k in flight.
-// Twin: fusco.reference.weighted_sum.
+// Twin: weighted_sum_on_cpu of bench/baseline.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, HIDDEN, NUM_TOPK, ROW_TYPE, VECTOR_ELEMENTS.
 #include "elements.cuh"
