@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import on_ranks
+from attack import on_ranks, saves
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -24,6 +24,8 @@ _MAX_WORK_S = 20.0  # longer than any rank takes to fail and to be detected
 _SOAK_WORLDS = ((4, 2), (4, 4), (2, 1), (6, 3))
 _FAULT_WORLDS = ((2, 1), (2, 2), (3, 1), (4, 2), (4, 4))
 _CLIENT_WORLDS = ((2, 1), (2, 2), (4, 2))
+_NUM_SAVES = 12
+_LONGEST_SAVES_S = 1.0  # until a rank is killed; a save takes some 30 ms
 _SOAK_ROUNDS = 240
 # Growth of memory in use from the first third to the last. 4 ranks grew by at most 0.3 MiB, in 1280 rounds as well.
 _GROWTH_MIB = 2.0
@@ -40,6 +42,7 @@ class Attacks:
             "soak": self.soak,
             "faults": self.faults,
             "clients": self.clients,
+            "saves": self.saves,
         }
         warm_up()
 
@@ -99,6 +102,38 @@ class Attacks:
             function, num_ranks = on_ranks.do_rounds_with_foreign_clients, configuration.num_ranks
             self._shared_world().run(function, num_ranks, configuration, Path(ports), *name)
         return f"{clients.num_connections} connections during {configuration.num_rounds} rounds on {configuration}"
+
+    def saves(self, number: int) -> str:
+        """Checkpoints into one folder, in which a rank is killed or has no room: one complete save is what loads."""
+        random = self._random_of("saves", number)
+        num_ranks = random.choice((1, 2, 3, 4))
+        victim = random.randrange(num_ranks)
+        with tempfile.TemporaryDirectory() as folder, LocalWorld(num_ranks, limit_s=180.0) as world:
+            path, progress = Path(folder, "checkpoint"), Path(folder, "progress")
+            progress.mkdir()
+            name = repr((self._seed, "saves", number))
+            world.run(saves.save_on_a_full_disk, num_ranks, path, victim, 1, name)  # the first has room
+            if random.random() < 0.5:
+                outcomes = world.run(saves.save_on_a_full_disk, num_ranks, path, victim, _NUM_SAVES, name)
+                ((failed, complete),) = set(outcomes)
+                what = f"{failed} of {_NUM_SAVES} saves had no room on rank {victim} of {num_ranks}"
+                expected = [complete]
+            else:
+                world.start(saves.save_until_killed, num_ranks, path, progress)
+                delay_s = random.uniform(0, _LONGEST_SAVES_S)
+                time.sleep(delay_s)
+                world.processes[victim].kill()
+                world.collect(range(num_ranks), timeout_s=_MAX_WORK_S)
+                world.kill()
+                last = max((int(file.name) for file in progress.iterdir()), default=1)
+                what = f"rank {victim} of {num_ranks} killed in or after save {last}"
+                expected = [last, last + 1]
+            found = saves.values_in(path)
+            assert len(found) == 1, f"{what}: loads a mixture of {sorted(found)}"
+            assert found <= set(expected), f"{what}: loads {found}, not one of {expected}"
+            left = [file.name for file in path.iterdir()]
+            assert len(left) == 2, f"{what}: the next save left {left}"
+        return what
 
     def close(self) -> None:
         """Kill the ranks."""
