@@ -13,13 +13,14 @@ from rich.table import Table
 from attack.kinds import Attacks
 
 # Share of the time that each kind gets.
-_SHARES = {"random": 0.4, "soak": 0.15, "faults": 0.25, "clients": 0.05, "peers": 0.07, "addresses": 0.03, "shim": 0.05}
+_SHARES = {"random": 0.35, "soak": 0.15, "faults": 0.25, "clients": 0.05, "peers": 0.07, "addresses": 0.03}
+_SHARES |= {"shim": 0.05, "saves": 0.05}
 
 
 def main() -> int:
     """Run attacks; the exit code is 1 if one found a fault."""
     options = _options()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)  # errors have brackets
     attacks = Attacks(options.seed)
     spent, done = dict.fromkeys(options.only, 0.0), dict.fromkeys(options.only, 0)
     began = time.monotonic()

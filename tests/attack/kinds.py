@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import on_ranks, rails_attacks, shim_attacks
+from attack import on_ranks, rails_attacks, saves, shim_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -24,6 +24,8 @@ _MAX_WORK_S = 20.0  # longer than any rank takes to fail and to be detected
 _SOAK_WORLDS = ((4, 2), (4, 4), (2, 1), (6, 3))
 _FAULT_WORLDS = ((2, 1), (2, 2), (3, 1), (4, 2), (4, 4))
 _CLIENT_WORLDS = ((2, 1), (2, 2), (4, 2))
+_MAX_STARTING_S = 120.0  # until ranks have saved once
+_LONGEST_SAVES_S = 1.0  # until a rank is killed; a save takes some 30 ms
 _SOAK_ROUNDS = 240
 # Growth of memory in use from the first third to the last. 4 ranks grew by at most 0.3 MiB, in 1280 rounds as well.
 _GROWTH_MIB = 2.0
@@ -43,6 +45,7 @@ class Attacks:
             "peers": lambda number: rails_attacks.hostile_peers(self._random_of("peers", number)),
             "shim": self.shim,
             "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
+            "saves": self.saves,
         }
         warm_up()
 
@@ -108,6 +111,34 @@ class Attacks:
         num_ranks, name = self._random_of("shim", number).choice((2, 3, 4)), f"{self._seed} shim {number}"
         num_raised = self._shared_world().run(shim_attacks.out_of_step, num_ranks, name)[0]
         return f"{num_raised} calls out of step on {num_ranks} ranks"
+
+    def saves(self, number: int) -> str:
+        """Checkpoints into one folder, until a rank is killed or has no room: one complete save is what loads."""
+        random = self._random_of("saves", number)
+        num_ranks, is_killed = random.choice((1, 2, 3, 4)), random.random() < 0.5
+        victim, room = random.randrange(num_ranks), -1 if is_killed else random.randrange(saves.LARGEST_FILE)
+        with tempfile.TemporaryDirectory() as folder, LocalWorld(num_ranks, limit_s=180.0) as world:
+            path, progress = Path(folder, "checkpoint"), Path(folder, "progress")
+            progress.mkdir()
+            world.start(saves.save_until_failure, num_ranks, path, progress, victim, random.randint(2, 9), room)
+            deadline = time.monotonic() + _MAX_STARTING_S
+            while not any(progress.iterdir()):
+                assert time.monotonic() < deadline, f"no save within {_MAX_STARTING_S} s"
+                time.sleep(0.01)
+            if is_killed:
+                time.sleep(random.uniform(0, _LONGEST_SAVES_S))
+                world.processes[victim].kill()
+            world.collect(range(num_ranks), timeout_s=_MAX_WORK_S)
+            world.kill()
+            last = max(int(file.name) for file in progress.iterdir())
+            why = "killed" if is_killed else f"with room for {room} bytes"
+            what = f"rank {victim} of {num_ranks} {why} in or after save {last}"
+            found = saves.values_in(path)
+            assert len(found) == 1, f"{what}: loads a mixture of {sorted(found)}"
+            assert found <= {last, last + 1}, f"{what}: loads {found}"
+            left = [file.name for file in path.iterdir()]
+            assert len(left) == 2, f"{what}: the next save left {left}"
+        return what
 
     def close(self) -> None:
         """Kill the ranks."""

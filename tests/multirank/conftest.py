@@ -15,7 +15,8 @@ from fusco.core.environment import may_share_gpus
 from fusco.ranks.local_world import PRELOADED, LocalWorld
 
 # Not searched for doctests if their imports are missing; their tests are skipped with a message.
-collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["fsdp_*.py"]
+_MODULE_TO_JOBS = {"transformers": "fsdp_*.py", "peft": "fsdp_adapter_jobs.py"}
+collect_ignore_glob = [jobs for module, jobs in _MODULE_TO_JOBS.items() if not importlib.util.find_spec(module)]
 
 PRELOADED.extend(["fsdp_jobs", "compiled_kernels", "frozen"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -146,6 +147,20 @@ class Float32Router(nn.Module):
     def forward(self, hidden):
         logits, weights, experts = self.router(hidden)
         return logits, weights.float(), experts
+
+
+def differences_with_an_output_dtype(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """Of gradients of narrow parameters whose model returns float32, from those of one that does not."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    seen = []
+    for each in (policy, replace(policy, output_dtype=torch.float32)):
+        with parallel(run, mixed_precision=each) as (model, mesh):
+            with torch.no_grad():
+                logits = model(input_ids=make_batch(0, 1).ids).logits
+            assert logits.dtype == (each.output_dtype or torch.bfloat16)
+            step(run, model, mesh)
+            seen.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    return {name: difference(seen[1][name], grad) for name, grad in seen[0].items()}
 
 
 def dtypes_under_mixed_precision(_: dist.ProcessGroup) -> dict[str, str]:

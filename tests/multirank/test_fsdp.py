@@ -139,6 +139,12 @@ def test_under_mixed_precision_narrow_rows_travel_and_weights_stay_exact(four):
 
 
 @pytest.mark.cpu_only
+def test_only_the_outputs_of_the_model_are_cast(four):
+    for differences in four.run(jobs.differences_with_an_output_dtype, Run()):
+        assert max(differences.values()) == 0
+
+
+@pytest.mark.cpu_only
 def test_the_next_block_and_its_experts_are_prefetched(four):
     forward, backward = four.run(jobs.prefetched)[0]
     first, second = ["layers.0", "layers.0.mlp.experts"], ["layers.1", "layers.1.mlp.experts"]

@@ -48,9 +48,10 @@ def test_files_are_those_of_the_plain_model(one, tmp_path, kind):
 def test_misnamed_weights_are_noticed(one, tmp_path):
     (error,) = one.run(jobs.errors_of_names, tmp_path)
     assert error == (
-        f"transformers would not find 1 weights of the model in what was written to {tmp_path}, such as "
-        f"model.embed_tokens.weight: do not use it"
+        f"transformers would not find 1 weights of the model in its files, such as model.embed_tokens.weight: "
+        f"{tmp_path} is left as it was"
     )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tied_weights_are_written_once(two, tmp_path):

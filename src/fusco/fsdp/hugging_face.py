@@ -20,6 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fusco.fsdp.adapters import base_model, base_names, is_adapted
+from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
+
 Part = tuple[slice, ...]
 
 
@@ -29,6 +32,8 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 
     Names and layouts are converted as transformers does when it loads. In addition to the model, a rank's main memory
     holds one parameter at a time: its part, or, where files have a tensor per expert, the experts of its "ep" rank.
+    Below the adapters of peft, weights are read as for the plain model, also into the copies that ``modules_to_save``
+    made; the adapters' own weights stay.
 
     Args:
         path: a folder with ``model.safetensors``, or with several files and their index.
@@ -37,18 +42,24 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 
     Raises:
         FileNotFoundError: for a folder without such files.
-        ValueError: for quantized weights, a model on the meta device, and weights that are not in the files or have
-            another shape there; values are undefined then.
+        ValueError: for quantized weights, a model on the meta device, adapters that depend on the weights (such as
+            DoRA), and weights that are not in the files or have another shape there; values are undefined then.
     """
-    targets = model.state_dict(keep_vars=True)
-    on_meta = [name for name, tensor in targets.items() if tensor.is_meta]
+    state = model.state_dict(keep_vars=True)
+    on_meta = [name for name, tensor in state.items() if tensor.is_meta]
     if on_meta:
         raise ValueError(f"{on_meta[0]} has no memory: call fusco.fsdp.materialize first")
-    missing = set(targets)
+    targets: dict[str, torch.Tensor] = {}
+    copies: dict[str, list[torch.Tensor]] = {}  # that adapters train
+    for name, base_name in base_names(model, state).items():
+        if targets.setdefault(base_name, state[name]) is not state[name]:
+            copies.setdefault(base_name, []).append(state[name])
+    missing, base = set(targets), base_model(model)
     with _Files(Path(path)) as files, original_classes(model):
-        for source in _sources(model, files.keys(), targets):
-            for name, values in source.read(files, model, targets).items():
-                _local_values(targets[name]).copy_(values)
+        for source in _sources(base, files.keys(), targets):
+            for name, values in source.read(files, base, targets).items():
+                for target in (targets[name], *copies.get(name, ())):
+                    _local_values(target).copy_(values)
                 missing.discard(name)
     if missing := _untied(missing, targets):
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
@@ -57,12 +68,13 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 def save_hugging_face(path: str | Path, model: nn.Module) -> None:
     """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
 
-    Rank 0 gathers and writes all weights, so its main memory must hold them. Then it checks that transformers would
-    find every weight by its name in the files.
+    Rank 0 gathers and writes all weights, so its main memory must hold them. It checks that transformers would find
+    every weight by its name in the files, and only then do they replace those of an earlier save in the folder, whose
+    other files stay. Of a model with adapters (peft), only these are written.
 
     Args:
         path: the folder.
-        model: a parallelized model of transformers.
+        model: a parallelized model of transformers, with or without adapters.
 
     Raises:
         TypeError: for another model.
@@ -83,9 +95,10 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            with original_classes(model):
-                save_pretrained(path, state_dict=_tied_as_in(model, weights))
-                _check_names(Path(path), model)
+            with original_classes(model), replaced_weights(Path(path)) as beside:
+                save_pretrained(beside, state_dict=_tied_as_in(model, weights))
+                if not is_adapted(model):  # otherwise it has written adapters, whose names are different
+                    _check_names(Path(path), beside, model)
         except Exception as error:  # noqa: BLE001  any error must reach the other ranks, which wait for it
             failure = error
     outcome = [repr(failure) if failure else ""]
@@ -105,19 +118,19 @@ def _tied_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
     return weights
 
 
-def _check_names(path: Path, model: Any) -> None:
+def _check_names(path: Path, written: Path, model: Any) -> None:
     """Raise if transformers would not find every weight of a model in the files just written."""
-    if getattr(model, "_hf_peft_config_loaded", False) or not hasattr(model, "base_model_prefix"):
-        return  # it has written adapters, whose names are different
+    if not hasattr(model, "base_model_prefix"):
+        return
     targets = model.state_dict(keep_vars=True)
     missing = targets.keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    with _Files(path) as files:
+    with _Files(written) as files:
         for source in _sources(model, files.keys(), targets):
             missing -= source.names()
     if missing := _untied(missing, targets):
         raise ValueError(
-            f"transformers would not find {len(missing)} weights of the model in what was written to {path}, such as "
-            f"{min(missing)}: do not use it"
+            f"transformers would not find {len(missing)} weights of the model in its files, such as {min(missing)}: "
+            f"{path} is left as it was"
         )
 
 
@@ -131,7 +144,7 @@ class _Files(AbstractContextManager["_Files"]):
     """The tensors of a folder, by name. Files are opened on first use and stay open, since each has a long index."""
 
     def __init__(self, path: Path) -> None:
-        index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+        index, single = path / INDEX, path / SINGLE
         config = path / "config.json"
         if config.exists() and "quantization_config" in json.loads(config.read_text()):
             raise ValueError(f"{path} has quantized weights, which cannot be read in parts: convert them to bfloat16")

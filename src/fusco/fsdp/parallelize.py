@@ -7,7 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
+from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
+from fusco.fsdp.data_parallel import refuse_data_parallel
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
@@ -67,8 +69,10 @@ def parallelize(
         _distribute(experts, mesh)
         shard_experts(experts, mesh, settled)
         experts.module.forward = ExpertParallelLayer(experts, dispatcher)
-    units = find_units(model, found)
+    units, name = find_units(model, found), type(model).__name__
     shard_dense(model, units, mesh, settled)
+    prepare_adapters(model, name)
+    refuse_data_parallel(model, name)
     checkpoint_blocks((unit.block for unit in units), activation_checkpointing)
     if settled.has_prefetch:
         set_prefetch(model, units)

@@ -24,7 +24,8 @@ class Sharding:
         expert_dim: the dimension along which FSDP shards an expert's parameters, after dimension 0 (the experts) has
             been distributed among the "ep" ranks. 1 gives every shard a part of each expert, for any number of experts,
             and must divide evenly; 0 gives every shard whole experts, and needs no copy around communication.
-        mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts.
+        mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts. Only the
+            model's outputs are cast to ``output_dtype``, not those of blocks and experts.
         reshard_after_forward: as for ``fully_shard``, for blocks and experts.
         has_prefetch: whether each block prefetches the next block and its experts, forward and backward.
     """
@@ -60,7 +61,7 @@ def shard_experts(experts: Experts, mesh: EPMesh, sharding: Sharding) -> None:
         reshard_after_forward=sharding.reshard_after_forward,
         shard_placement_fn=lambda _: Shard(sharding.expert_dim),
         # The layer casts its inputs itself, so that router weights keep their precision.
-        mp_policy=replace(sharding.mixed_precision, cast_forward_inputs=False),
+        mp_policy=replace(sharding.mixed_precision, cast_forward_inputs=False, output_dtype=None),
     )
 
 
@@ -71,13 +72,14 @@ def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding:
     is smaller, by ``ep_size``, than the number of batches that reached them. A divide factor other than that size needs
     PREMUL_SUM, which gloo lacks, or is applied twice by PyTorch 2.13 where the group has one rank.
     """
+    within = replace(sharding.mixed_precision, output_dtype=None)
     for block in (*(unit.block for unit in units), model):
         fully_shard(
             block,
             mesh=mesh.dense_fsdp,
             # The root's parameters are needed last in the forward pass and first in the backward pass.
             reshard_after_forward=sharding.reshard_after_forward and block is not model,
-            mp_policy=sharding.mixed_precision,
+            mp_policy=sharding.mixed_precision if block is model else within,
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):

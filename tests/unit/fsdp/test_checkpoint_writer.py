@@ -1,21 +1,15 @@
 """Checkpoints saved again into their folder, with the process killed or an operation failing at every moment."""
 
-import errno
-import os
-import signal
-import sys
-import traceback
 import warnings
 
+import failing_saves
 import pytest
 import torch
+from failing_saves import fill_disk, kill
 from torch import nn
 from torch.distributed.checkpoint import save
 
 from fusco import fsdp
-
-# What changes a file system, and has an audit event.
-_EVENTS = {"os.rename", "os.remove", "open"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*fork")
 
@@ -37,41 +31,9 @@ def values_in(path):
 
 
 def save_and_fail(path, value, moment, fail):
-    """Save in a forked process, in which ``fail`` is called at the n-th change of a file; return whether it was."""
-    child = os.fork()
-    if child == 0:
-        num_changes = 0
-
-        def watch(event, arguments):
-            nonlocal num_changes
-            if event not in _EVENTS or (event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-                return
-            num_changes += 1
-            if num_changes == moment:
-                fail()
-
-        try:
-            warnings.simplefilter("ignore")
-            model = make_model(value)
-            sys.addaudithook(watch)
-            fsdp.save_checkpoint(path, model)
-        except OSError as error:
-            os._exit(0 if "cannot be written: rank 0 failed with" in str(error) else 3)
-        except BaseException:  # noqa: BLE001  the parent sees the exit code
-            traceback.print_exc()
-            os._exit(4)
-        os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in {0, 1, -signal.SIGKILL}
-    return status != 1
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fill_disk():
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    model = make_model(value)
+    text = "cannot be written: rank 0 failed with"
+    return failing_saves.save_and_fail(lambda: fsdp.save_checkpoint(path, model), moment, fail, text)
 
 
 @pytest.mark.parametrize("fail", [kill, fill_disk])

@@ -1,0 +1,125 @@
+"""Functions on ranks: models with adapters of peft, parallelized, written, read and merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_models import loss_sum, make_batch, make_model, num_targets, together
+from fsdp_runs import difference, mesh_of
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fusco import fsdp
+
+_SEQUENCES = (1, 2)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Return the whole weights of a merged model, its logits, and the error of calling it alone."""
+
+    weights: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    error: str
+
+
+def make_adapted(seed: int = 5, **changes: Any) -> nn.Module:
+    """Return a Qwen3-MoE with random adapters."""
+    return adapt(make_model("qwen3"), seed, **changes)
+
+
+def adapt(model: nn.Module, seed: int = 5, **changes: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**{**options, **changes}))
+
+
+def differences_of_gradients(_: dist.ProcessGroup, **changes: Any) -> dict[str, float]:
+    """Of adapters, from one process with the batches of all ranks; experts are frozen."""
+    expected, whole = make_adapted(**changes), together(_SEQUENCES)
+    (loss_sum(expected, whole) / num_targets(whole)).backward()
+    model = _parallel(make_adapted(**changes))
+    batch = make_batch(dist.get_rank(), _SEQUENCES[dist.get_rank()])
+    (loss_sum(model, batch) / num_targets(whole)).backward()
+    trained = {name: each.grad for name, each in expected.named_parameters() if each.requires_grad}
+    return {name: difference(model.get_parameter(name).grad, grad) for name, grad in trained.items()}
+
+
+def export(_: dist.ProcessGroup, path: Path, **changes: Any) -> None:
+    """Write adapters."""
+    fsdp.save_hugging_face(path, _parallel(make_adapted(**changes)))
+
+
+def read(_: dist.ProcessGroup, path: Path, is_on_meta: bool, **changes: Any) -> dict[str, torch.Tensor]:
+    """Read weights below adapters into a model with others, or with none; return all."""
+    if is_on_meta:
+        with fsdp.parameters_on_meta():
+            model = make_adapted(**changes)
+    else:
+        plain = make_model("qwen3")
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.fill_(0.5)
+        model = adapt(plain, **changes)
+    model = _parallel(model)
+    if is_on_meta:
+        fsdp.materialize(model, "cpu")
+    fsdp.load_hugging_face(path, model)
+    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+
+
+def error_of_reading(_: dist.ProcessGroup, path: Path, **changes: Any) -> str:
+    """Return the error for adapters that depend on the weights below them."""
+    model = _parallel(make_adapted(**changes))
+    with pytest.raises(ValueError, match="may depend on") as error:
+        fsdp.load_hugging_face(path, model)
+    return str(error.value)
+
+
+def merge(_: dist.ProcessGroup, path: Path, safe_merge: bool, **changes: Any) -> Merged:
+    """Merge adapters after a forward pass, call both models, and write the merged one."""
+    model, ids = _parallel(make_adapted(**changes)), make_batch(0, 1).ids
+    with torch.no_grad():
+        model(input_ids=ids)
+    merged = model.merge_and_unload(safe_merge=safe_merge)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    with pytest.raises(ValueError, match="are gathered by") as error:
+        merged(input_ids=ids)
+    fsdp.save_hugging_face(path, merged)
+    return Merged({name: _whole(tensor) for name, tensor in merged.state_dict().items()}, logits, str(error.value))
+
+
+def error_of_merging_whole_copies(_: dist.ProcessGroup) -> str:
+    """Return the error between a forward pass with gradients and its backward pass."""
+    model = _parallel(make_adapted(target_modules=["lm_head"]))
+    model(input_ids=make_batch(0, 1).ids)
+    with pytest.raises(ValueError, match="would be lost") as error:
+        model.merge_and_unload()
+    return str(error.value)
+
+
+def error_of_data_parallel(_: dist.ProcessGroup) -> str:
+    """Return the error of what Trainer, accelerate and Fabric wrap models with."""
+    model = _parallel(make_model("qwen3"))
+    with pytest.raises(TypeError, match="cannot wrap") as error:
+        DistributedDataParallel(model)
+    return str(error.value)
+
+
+def _parallel(model: nn.Module) -> nn.Module:
+    mesh = mesh_of(2, 1)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    return model
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,86 @@
+"""Adapters of peft on a parallelized model: trained, written, above weights that are read, and merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
+pytest.importorskip("peft", reason="tests of adapters need peft: pip install peft")
+
+import fsdp_adapter_jobs as jobs
+import peft
+import transformers
+from fsdp_models import make_batch, make_model
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+KINDS = [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]}]
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(input_ids=make_batch(0, 1).ids).logits
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_gradients_are_those_of_one_process(two, changes):
+    for differences in two.run(jobs.differences_of_gradients, **changes):
+        assert len(differences) >= 8
+        assert max(differences.values()) < 5e-6
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_adapters_that_are_written_reload(two, tmp_path, changes):
+    for _ in range(2):  # into the same folder again
+        two.run(jobs.export, tmp_path, **changes)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in tmp_path.iterdir()}
+    again = peft.PeftModel.from_pretrained(make_model("qwen3"), tmp_path)
+    assert torch.equal(logits_of(again), logits_of(jobs.make_adapted(**changes)))
+
+
+@pytest.mark.parametrize("changes", [{}, KINDS[2], {"target_parameters": ["mlp.gate.weight"]}])
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_weights_below_adapters_are_read(two, tmp_path, changes, is_on_meta):
+    make_model("qwen3").save_pretrained(tmp_path)
+    expected = jobs.make_adapted(**changes).state_dict()
+    for weights in two.run(jobs.read, tmp_path, is_on_meta, **changes):
+        assert weights.keys() == expected.keys()
+        for name, tensor in weights.items():
+            if not is_on_meta or "lora_" not in name:
+                assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_adapters_that_depend_on_the_weights_are_not_put_above_others(two, tmp_path, changes):
+    make_model("qwen3").save_pretrained(tmp_path)
+    for text in two.run(jobs.error_of_reading, tmp_path, **changes):
+        assert text.startswith("adapter default (peft_type=")
+        assert text.endswith("may depend on the weights below it: read them before peft wraps the model")
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("changes", KINDS)
+def test_adapters_merge_into_shards(two, tmp_path, safe_merge, changes):
+    expected = jobs.make_adapted(**changes).merge_and_unload(safe_merge=safe_merge)
+    for merged in two.run(jobs.merge, tmp_path, safe_merge, **changes):
+        assert merged.weights.keys() == expected.state_dict().keys()
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(merged.weights[name], tensor, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged.logits, logits_of(expected), rtol=0, atol=1e-5)
+        assert merged.error.startswith(
+            "the parameters of this Qwen3MoeForCausalLM are gathered by the PeftModel that was parallelized: "
+        )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(again), logits_of(expected), rtol=0, atol=1e-5)
+
+
+def test_adapters_do_not_merge_into_whole_copies(two):
+    for text in two.run(jobs.error_of_merging_whole_copies):
+        assert text.startswith("weights of base_model.model.lm_head are whole copies")
+
+
+def test_data_parallel_says_what_to_call(two):
+    for text in two.run(jobs.error_of_data_parallel):
+        assert text.startswith("DistributedDataParallel cannot wrap this Qwen3MoeForCausalLM")
+        assert "fusco.fsdp.registered_with_transformers" in text
