@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
+from fusco.cli.options import with_groups
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode

@@ -14,7 +14,7 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
+from fusco.cli.options import with_groups
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, verified_cell

@@ -14,7 +14,7 @@ from rich.console import Console
 from fusco.bench import names
 from fusco.bench.shuffle.variants import choose_variants, recorded_variant
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
+from fusco.cli.options import with_groups
 from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
@@ -22,7 +22,7 @@ from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from fusco.bench.shuffle.device_shuffle import DeviceResult
+    from fusco.bench.shuffle.ranks import DeviceResult
     from fusco.bench.shuffle.run import ShuffleRun
 
 
@@ -137,7 +137,7 @@ def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
     """Return each rank's measurements; problems of the machine raise before any process starts."""
     num_ranks = run.topology.world_size
     if run.device == "cuda":
-        from fusco.bench.shuffle.device_shuffle import run_device_rank
+        from fusco.bench.shuffle.ranks import run_device_rank
 
         return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
     from fusco.bench.inputs.traffic import world_bytes
