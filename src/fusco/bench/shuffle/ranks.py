@@ -53,8 +53,15 @@ class RankResult:
     iterations: dict[str, list[Iteration]]
 
 
-def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
+def run_rank(
+    group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None
+) -> list[RankResult] | list[DeviceResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
+    run_here = _run_on_cpu if run.device == "cpu" else _run_on_device
+    return run_here(group, run, progress_port)
+
+
+def _run_on_cpu(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
     rank = dist.get_rank(group)
     num_steps = sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
     advance = ProgressReporter(rank, progress_port, num_steps).advance
@@ -138,11 +145,9 @@ class DeviceResult:
     spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
 
 
-def run_device_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
-    """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
-    progress = ProgressReporter(
-        dist.get_rank(group), progress_port, num_steps=1 + len(run.workloads) * (len(run.variants) + 1)
-    )
+def _run_on_device(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
+    num_steps = 1 + len(run.workloads) * (len(run.variants) + 1)
+    progress = ProgressReporter(dist.get_rank(group), progress_port, num_steps)
     timer = RankTimer(group, "cuda")
     peaks = measure_device_links(group, run.topology, timer)
     progress.advance()
