@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from fusco.bench.names import MAX_CASE_S
 from fusco.cli import options
@@ -57,7 +58,7 @@ def rails(
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     without = f"there is no case of {', '.join(names)} with {num_rails} rails for policy {', '.join(policies)}"
     columns: list[Column] = [("case", lambda of: escape(of.case)), ("policy", lambda of: escape(of.policy))]
-    _run(run_suite(names, policies, (num_rails, rate), seconds), without, columns, ("pyroute2",), json)
+    _run(run_suite(names, policies, (num_rails, rate), seconds), without, columns, ",.3g", ("pyroute2",), json)
 
 
 def offload(
@@ -86,19 +87,21 @@ def offload(
         ("launch MiB", lambda of: f"{of.chunk_bytes / copies.MB:g}" if of.chunk_bytes else ""),
     ]
     without = f"{', '.join(names)}: this needs two GPUs, and there is one"
-    _run(copies.run(names), without, columns, ("torch",), json)
+    _run(copies.run(names), without, columns, "g", ("torch",), json)
 
 
 def _run(
     measuring: Generator[_CaseRecord, None, None],
     without: str,
     columns: Sequence[Column],
+    form: str,
     packages: tuple[str, ...],
     json: Path | None,
 ) -> None:
     """Measure all cases, show which is the latest one meanwhile, and report them: a table for each benchmark.
 
-    ``ValueError`` with the text ``without`` if there are none.
+    Results are formatted by ``form`` unless they are whole. ``ValueError`` with the text ``without`` if there are no
+    records.
     """
     console, records = new_console(json), []
     with closing(measuring), console.status("starting") as status:
@@ -108,16 +111,16 @@ def _run(
     if not records:
         raise ValueError(without)
     case, variant = left = [head for head, _ in columns[:2]]
-    tables = []
+    tables: list[Table] = []
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         of = list(group)
-        results: list[Column] = [(name, partial(_result, name)) for name in of[0].results]
+        results: list[Column] = [(name, partial(_result, name, form)) for name in of[0].results]
         has_several = len({getattr(record, variant) for record in of}) > 1
         section = (lambda record: getattr(record, case)) if has_several else (lambda _: None)
         tables.append(table_of(of, of[0].title, [*columns, *results], left=left, section=section))
     report(records, [*tables, describe_origin(records[0], 1, packages)], console, json)
 
 
-def _result(name: str, record: OffloadRecord | RailsRecord) -> str:
+def _result(name: str, form: str, record: OffloadRecord | RailsRecord) -> str:
     value = record.results[name]
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() else format(value, form)

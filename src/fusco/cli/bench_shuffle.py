@@ -22,7 +22,6 @@ from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
     from fusco.bench.inputs.traffic import Workload
-    from fusco.bench.shuffle.ranks import DeviceResult
     from fusco.bench.shuffle.run import ShuffleRun
 
 
@@ -160,7 +159,7 @@ def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
     return summarize(run, ranks, emulation)
 
 
-def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
+def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path) -> None:
     from fusco.bench.harness.environment import commit
 
     for i, workload in enumerate(run.workloads):
