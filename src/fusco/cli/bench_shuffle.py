@@ -123,8 +123,6 @@ def shuffle(
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
     from fusco.bench.inputs.traffic import world_bytes
-    from fusco.bench.shuffle.ranks import run_rank
-    from fusco.cli.shuffle_tables import table_of_records
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     topology, device = place.topology(), place.device
@@ -133,6 +131,9 @@ def shuffle(
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
     run = how.run(workloads, place)
+    from fusco.bench.shuffle.ranks import run_rank  # it takes long, and options are right now
+    from fusco.cli.shuffle_tables import table_of_records
+
     place.run_there((warm_up_cpu,))
     where: dict[str, Any] = {"device": device, "topology": topology}
     if device == "cpu":
