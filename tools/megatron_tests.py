@@ -139,7 +139,7 @@ def run_cases(folder: Path, device: str, log: Path | None) -> list[CaseRecord]:
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         utilities.destroy_model_parallel()
-        of_case = {"verified": not any(failures), "seconds": round(took, 2), "errors": failures}
+        of_case: dict[str, Any] = {"verified": not any(failures), "seconds": round(took, 2), "errors": failures}
         record = CaseRecord(**vars(case), **of_case, **of_run)
         if dist.get_rank() == 0:
             _show(record)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
@@ -18,11 +18,50 @@ from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
-    from fusco.bench.alltoall import ExchangeRecord
+    from fusco.bench.alltoall import ExchangeRecord, ExchangeRun
     from fusco.bench.inputs.traffic import Workload
 
 
-@with_groups
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """Options that say what is exchanged and how, except ``--matrix``, and the runs that they describe."""
+
+    bytes_per_rank: Annotated[int, typer.Option(min=1, max=1 << 50, help="Mean bytes that a rank sends to others.")] = (
+        16 << 20
+    )
+    skew: options.Skew = 0.8
+    schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto"
+    slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20
+    ring_depth: options.RingDepth = 4
+    timeout_s: options.Timeout = 60.0
+
+    def runs(
+        self, kinds: Sequence[Any], topology: Topology, routing: options.RoutingOptions, place: PlaceOptions
+    ) -> list[ExchangeRun]:
+        """Return a run for each kind of matrix."""
+        from fusco.bench.alltoall import ExchangeRun
+        from fusco.bench.inputs.matrices import make_rank_bytes
+        from fusco.core.config import Settings
+
+        workload, sizes = _replay(routing, topology, kinds), (topology.world_size, self.bytes_per_rank)
+        return [
+            ExchangeRun(
+                matrix=kind,
+                rank_bytes=make_rank_bytes(kind, *sizes, self.skew, routing.seed, workload),
+                topology=topology,
+                bytes_per_rank=self.bytes_per_rank,
+                skew=self.skew if kind == "zipf" else 0.0,
+                seed=routing.seed,
+                mode=None if self.schedule == "auto" else self.schedule,
+                settings=Settings(slice_bytes=self.slice_bytes, ring_depth=self.ring_depth, timeout_s=self.timeout_s),
+                device=place.device,
+                rank_gbs=place.rank_gbs,
+            )
+            for kind in kinds
+        ]
+
+
+@options.with_groups
 def alltoall(
     context: typer.Context,
     *,
@@ -34,15 +73,8 @@ def alltoall(
             help="Sizes of messages; several with commas, or repeated. Default: all four.",
         ),
     ] = None,
-    bytes_per_rank: Annotated[
-        int, typer.Option(min=1, max=1 << 50, help="Mean bytes that a rank sends to others.")
-    ] = 16 << 20,
-    skew: options.Skew = 0.8,
-    schedule: Annotated[ShownMode, typer.Option(help="How stages are made.")] = "auto",
+    exchange: ExchangeOptions,
     routing: options.RoutingOptions,
-    slice_bytes: Annotated[int, typer.Option(min=1, help="Bytes of one message between nodes.")] = 1 << 20,
-    ring_depth: options.RingDepth = 4,
-    timeout_s: options.Timeout = 60.0,
     iterations: options.Iterations = 20,
     json: options.JsonFile = None,
 ) -> None:
@@ -53,31 +85,14 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall import VARIANTS, ExchangeRun, run_rank, summarize
-    from fusco.bench.inputs.matrices import make_rank_bytes
-    from fusco.core.config import Settings
+    from fusco.bench.alltoall import VARIANTS, run_rank, summarize
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
     topology = place.topology()
-    kinds: list[Any] = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
+    kinds = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
     options.check_skew(options.given_options(context), "--matrix", kinds)
-    workload = _replay(routing, topology, kinds)
-    runs = [
-        ExchangeRun(
-            matrix=kind,
-            rank_bytes=make_rank_bytes(kind, topology.world_size, bytes_per_rank, skew, routing.seed, workload),
-            topology=topology,
-            bytes_per_rank=bytes_per_rank,
-            skew=skew if kind == "zipf" else 0.0,
-            seed=routing.seed,
-            mode=None if schedule == "auto" else schedule,
-            settings=Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s),
-            device=place.device,
-            rank_gbs=place.rank_gbs,
-        )
-        for kind in kinds
-    ]
+    runs = exchange.runs(kinds, topology, routing, place)
     prepare, num_ranks = (warm_up_cpu, warm_up), topology.world_size
     place.run_there(prepare)
     console = new_console(json)

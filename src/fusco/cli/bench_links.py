@@ -68,7 +68,7 @@ def rails(
     names = options.choose_names(only, list(BENCHMARKS), "only")
     policies = options.choose_names(policy or list(reversed(POLICIES)), list(VARIANTS), "policy")
     without = f"there is no case of {', '.join(names)} with {num_rails} rails for policy {', '.join(policies)}"
-    _run(run_suite(names, policies, (num_rails, rate), seconds), without, _RAILS_COLUMNS, ("pyroute2",), json)
+    _run(run_suite(names, policies, (num_rails, rate), seconds), without, _RAILS_COLUMNS, ",.3g", ("pyroute2",), json)
 
 
 def offload(
@@ -91,43 +91,45 @@ def offload(
     if not torch.cuda.is_available():
         raise ValueError("this machine has no GPU that PyTorch can use")
     without = f"{', '.join(names)}: this needs two GPUs, and there is one"
-    _run(copies.run(names), without, _OFFLOAD_COLUMNS, ("torch",), json)
+    _run(copies.run(names), without, _OFFLOAD_COLUMNS, "g", ("torch",), json)
 
 
 def _run(
     measuring: Generator[_CaseRecord, None, None],
     without: str,
     columns: Sequence[Column],
+    form: str,
     packages: tuple[str, ...],
     json: Path | None,
 ) -> None:
     """Measure all cases, show which is the latest one meanwhile, and report them: a table for each benchmark.
 
-    ``ValueError`` with the text ``without`` if there are none.
+    Results are formatted by ``form`` unless they are whole. ``ValueError`` with the text ``without`` if there are no
+    records.
     """
-    console, records = new_console(json), []
+    console, records = new_console(json), list[_CaseRecord]()
     with closing(measuring), console.status("starting") as status:
         for record in measuring:
             records.append(record)
             status.update(escape(f"{record.benchmark}: {record.case}"))
     if not records:
         raise ValueError(without)
-    report(records, [*_tables(records, columns), describe_origin(records[0], 1, packages)], console, json)
+    report(records, [*_tables(records, columns, form), describe_origin(records[0], 1, packages)], console, json)
 
 
-def _tables(records: Sequence[OffloadRecord | RailsRecord], columns: Sequence[Column]) -> list[ResultTable]:
+def _tables(records: Sequence[OffloadRecord | RailsRecord], columns: Sequence[Column], form: str) -> list[ResultTable]:
     """Return a table for each benchmark, with the columns given and those of its results."""
     case, variant = left = [head for head, _ in columns[:2]]
-    tables = []
+    tables: list[ResultTable] = []
     for _, group in groupby(records, key=lambda record: (record.benchmark, tuple(record.results))):
         of = list(group)
-        results: list[Column] = [(name, partial(_result, name)) for name in of[0].results]
+        results: list[Column] = [(name, partial(_result, name, form)) for name in of[0].results]
         has_several = len({getattr(record, variant) for record in of}) > 1
         section = (lambda record: getattr(record, case)) if has_several else (lambda _: None)
         tables.append(table_of(of, of[0].title, [*columns, *results], left=left, section=section))
     return tables
 
 
-def _result(name: str, record: OffloadRecord | RailsRecord) -> str:
+def _result(name: str, form: str, record: OffloadRecord | RailsRecord) -> str:
     value = record.results[name]
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+    return f"{value:,.0f}" if float(value).is_integer() else format(value, form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +14,6 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, verified_cell
@@ -28,16 +27,16 @@ if TYPE_CHECKING:
     from fusco.bench.prefill.records import PrefillRecord
 
 
-@with_groups
-def prefill(
-    *,
-    place: PlaceOptions,
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions:
+    """Options that describe the model, the cases and the variants, and the job that they describe."""
+
     model: Annotated[
         Literal["tiny", "qwen3-30b-a3b"] | None,
         typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b."),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None,
+    ] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None
     batches: Annotated[
         list[str],
         typer.Option(
@@ -45,21 +44,54 @@ def prefill(
             help="Prompts of each rank: a number of equal ones; ragged, of the Azure trace; skewed, all ranks but one "
             "an eighth.",
         ),
-    ] = ["1,4,ragged,skewed"],  # noqa: B006  typer's way of giving a default
+    ] = ("1,4,ragged,skewed",)  # type: ignore[assignment]  # typer makes a list of it
     routing: Annotated[
         list[str],
         typer.Option(metavar="[random|trace],...", help="Experts of tokens: random, or those of Qwen3-30B-A3B."),
-    ] = ["random,trace"],  # noqa: B006  as above
+    ] = ("random,trace",)  # type: ignore[assignment]  # as above
     variants: Annotated[
         list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
-    ] = None,
+    ] = None
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Dtype of weights and rows. Default: float32, on CUDA bfloat16."),
-    ] = None,
-    iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None,
-    seed: options.Seed = 0,
-    timeout_s: options.Timeout = 60.0,
+    ] = None
+    iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None
+    seed: options.Seed = 0
+    timeout_s: options.Timeout = 60.0
+
+    def job(self, place: PlaceOptions) -> tuple[PrefillJob, dict[str, str]]:
+        """Return the job, and why variants that are not in it cannot run."""
+        from fusco.bench.prefill.job import TINY, PrefillJob
+        from fusco.fsdp.qwen3 import Qwen3Shape
+
+        topology, is_cuda = place.topology(num_cpu_nodes=1), place.device == "cuda"
+        dtype = self.dtype or ("bfloat16" if is_cuda else "float32")
+        chosen, skipped = _choose_variants(self.variants, place.device, dtype)
+        is_tiny = self.model == "tiny" or (self.model is None and not is_cuda)
+        shape = TINY if is_tiny else Qwen3Shape()
+        job = PrefillJob(
+            shape=replace(shape, num_layers=self.layers or shape.num_layers),
+            tokens=self.tokens or (256 if is_tiny else 8192),
+            num_ranks=topology.world_size,
+            ranks_per_node=topology.ranks_per_node,
+            device=place.device,
+            batches=tuple(options.choose_names(self.batches, (), "batches")),
+            routings=tuple(options.choose_names(self.routing, (), "routing")),
+            variants=chosen,
+            dtype=dtype,
+            num_iterations=self.iterations or (10 if is_tiny else 20),
+            seed=self.seed,
+            timeout_s=self.timeout_s,
+        )
+        return job, skipped
+
+
+@options.with_groups
+def prefill(
+    *,
+    place: PlaceOptions,
+    what: PrefillOptions,
     json: options.JsonFile = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only cases that the file of --json has not, and add them to it.")
@@ -74,34 +106,13 @@ def prefill(
     """
     check_fsdp("fusco bench prefill")
     from fusco.bench.prefill import records as results
-    from fusco.bench.prefill.job import TINY, PrefillJob
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.fsdp.qwen3 import Qwen3Shape
 
-    topology, device = place.topology(num_cpu_nodes=1), place.device
-    is_cuda = device == "cuda"
-    dtype = dtype or ("bfloat16" if is_cuda else "float32")
-    chosen, skipped = _choose_variants(variants, device, dtype)
-    is_tiny = model == "tiny" or (model is None and not is_cuda)
-    shape = TINY if is_tiny else Qwen3Shape()
-    job = PrefillJob(
-        shape=replace(shape, num_layers=layers or shape.num_layers),
-        tokens=tokens or (256 if is_tiny else 8192),
-        num_ranks=topology.world_size,
-        ranks_per_node=topology.ranks_per_node,
-        device=device,
-        batches=tuple(options.choose_names(batches, (), "batches")),
-        routings=tuple(options.choose_names(routing, (), "routing")),
-        variants=chosen,
-        dtype=dtype,
-        num_iterations=iterations or (10 if is_tiny else 20),
-        seed=seed,
-        timeout_s=timeout_s,
-    )
+    job, skipped = what.job(place)
     if resume and json in (None, STDOUT):
         raise ValueError("--resume needs --json FILE, the file of the run that it resumes")
     resumed = results.resume(job, json) if resume and json else results.Resumed(job, [], [])
-    job, kept = resumed.job, resumed.kept
+    job = resumed.job
     place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
@@ -117,7 +128,7 @@ def prefill(
     records = _run(job, console, json) if job.cases else []
     if records is None:
         return
-    records = [*kept, *records]
+    records = [*resumed.kept, *records]
     _print(job, records, skipped, console)
     report(records, [], console, None, _name)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
-from rich.console import Console
 
 from fusco.bench import names
 from fusco.bench.shuffle.variants import choose_variants, recorded_variant
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
 from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
@@ -22,7 +21,7 @@ from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
-    from fusco.bench.shuffle.device_shuffle import DeviceResult
+    from fusco.bench.inputs.traffic import Workload
     from fusco.bench.shuffle.run import ShuffleRun
 
 
@@ -30,42 +29,39 @@ def _defaults(device: str, num_nodes: int) -> str:
     return ", ".join(choose_variants(device, num_nodes))
 
 
-@with_groups
-def shuffle(
-    *,
-    place: PlaceOptions,
-    traffic: options.Patterns = ("trace",),  # type: ignore[assignment]  # typer makes a list of it
-    workload: options.WorkloadOptions,
-    batches: options.Batches = 1,
+@dataclass(frozen=True, kw_only=True)
+class ShuffleOptions:
+    """Options that say what is compared and how, and the run that they describe."""
+
     balancer: Annotated[
         options.BalancerName | None,
         typer.Option(help="Balancer of the rows between nodes. Default: lanes; on CUDA send-and-receive."),
-    ] = None,
+    ] = None
     variants: Annotated[
         list[str] | None,
         typer.Option(
             help="Variants to compare, with commas or repeated. "
             f"Default: {_defaults('cpu', 2)}; on CUDA {_defaults('cuda', 1)}, between nodes {_defaults('cuda', 2)}."
         ),
-    ] = None,
+    ] = None
     ablation: Annotated[
         bool, typer.Option("--ablation", help="Also without the engine, planner, lanes, balancer (FUSCO, 5.4).")
-    ] = False,
+    ] = False
     slice_bytes: Annotated[
         int | None,
         typer.Option(
             min=1, help="Bytes of one message between nodes. Default: 1 MiB, on CUDA 16 MiB for all nodes together."
         ),
-    ] = None,
-    ring_depth: options.RingDepth = 4,
+    ] = None
+    ring_depth: options.RingDepth = 4
     slice_order: Annotated[
         Literal["in-turn", "staged"], typer.Option(help="Order of the nodes that a rank sends to.")
-    ] = "in-turn",
-    timeout_s: options.Timeout = 60.0,
+    ] = "in-turn"
+    timeout_s: options.Timeout = 60.0
     num_sms: Annotated[
         int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take. Default: its own choice.")
-    ] = None,
-    iterations: options.Iterations = 20,
+    ] = None
+    iterations: options.Iterations = 20
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +70,49 @@ def shuffle(
             help="On CUDA: also record a timeline of one dispatch and combine, as JSON for Perfetto. "
             "With several kinds of traffic a file for each, with its name before the suffix.",
         ),
-    ] = None,
+    ] = None
+
+    def run(self, workloads: tuple[Workload, ...], place: PlaceOptions) -> ShuffleRun:
+        """Return the run; ``ValueError`` if options do not fit together."""
+        from fusco.bench.shuffle.run import ShuffleRun
+        from fusco.core.config import Settings
+        from fusco.planner.balancer import DEFAULT_BALANCERS
+
+        if self.num_sms is not None and place.device != "cuda":
+            raise ValueError("--num-sms needs --device cuda")
+        selected = options.choose_names(self.variants, [], "variants")
+        num_nodes = workloads[0].topology.num_nodes
+        variants = choose_variants(place.device, num_nodes, selected, with_ablation=self.ablation)
+        if self.timeline and place.device != "cuda":
+            raise ValueError("--timeline records GPUs: it needs --device cuda")
+        if self.timeline and recorded_variant(variants) is None:
+            raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(variants)}")
+        return ShuffleRun(
+            workloads=workloads,
+            variants=variants,
+            settings=Settings(
+                slice_bytes=self.slice_bytes,
+                ring_depth=self.ring_depth,
+                timeout_s=self.timeout_s,
+                slice_order=self.slice_order,
+            ),
+            balancer=self.balancer or DEFAULT_BALANCERS[place.device],
+            num_iterations=self.iterations,
+            device=place.device,
+            num_sms=self.num_sms,
+            has_timeline=self.timeline is not None,
+            rank_gbs=place.rank_gbs,
+        )
+
+
+@options.with_groups
+def shuffle(
+    *,
+    place: PlaceOptions,
+    traffic: options.Patterns = ("trace",),  # type: ignore[assignment]  # typer makes a list of it
+    workload: options.WorkloadOptions,
+    batches: options.Batches = 1,
+    how: ShuffleOptions,
     json: options.JsonFile = None,
 ) -> None:
     """Compare fusco with all_to_all_single and index_select: verify, then time dispatch and combine.
@@ -84,69 +122,33 @@ def shuffle(
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.shuffle.run import ShuffleRun
-    from fusco.cli.shuffle_tables import table_of_records
-    from fusco.core.config import Settings
+    from fusco.bench.inputs.traffic import world_bytes
     from fusco.cpu.kernels.warm_up import warm_up_cpu
-    from fusco.planner.balancer import DEFAULT_BALANCERS
 
     topology, device = place.topology(), place.device
     patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
-    if num_sms is not None and device != "cuda":
-        raise ValueError("--num-sms needs --device cuda")
-    settings = Settings(slice_bytes=slice_bytes, ring_depth=ring_depth, timeout_s=timeout_s, slice_order=slice_order)
-    run = ShuffleRun(
-        workloads=workloads,
-        variants=choose_variants(
-            device, topology.num_nodes, options.choose_names(variants, [], "variants"), with_ablation=ablation
-        ),
-        settings=settings,
-        balancer=balancer or DEFAULT_BALANCERS[device],
-        num_iterations=iterations,
-        device=device,
-        num_sms=num_sms,
-        has_timeline=timeline is not None,
-        rank_gbs=place.rank_gbs,
-    )
-    _check_timeline(run)
+    run = how.run(workloads, place)
+    from fusco.bench.shuffle.ranks import run_rank  # it takes long, and options are right now
+    from fusco.cli.shuffle_tables import table_of_records
+
     place.run_there((warm_up_cpu,))
+    where: dict[str, Any] = {"device": device, "topology": topology}
+    if device == "cpu":
+        what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
+        check_room(what, world_bytes(run.shape), topology.world_size)
+        where["prepare"] = (warm_up_cpu,)
     console = new_console(json)
-    ranks = _run(run, console)
+    ranks = run_on_ranks(run_rank, (run,), topology.world_size, console, **where)
     if ranks is None:
         return  # rank 0 of the launched job has the results
     records = _summarize(run, ranks)
-    if timeline:
-        _write_timelines(run, ranks, timeline)
+    if how.timeline:
+        _write_timelines(run, ranks, how.timeline)
     tables = [table_of_records(list(of)) for _, of in groupby(records, key=lambda record: record.traffic)]
     report(records, tables, console, json, lambda record: f"{record.traffic}, {record.variant}")
-
-
-def _check_timeline(run: ShuffleRun) -> None:
-    if not run.has_timeline:
-        return
-    if run.device != "cuda":
-        raise ValueError("--timeline records GPUs: it needs --device cuda")
-    if recorded_variant(run.variants) is None:
-        raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(run.variants)}")
-
-
-def _run(run: ShuffleRun, console: Console) -> Sequence[Any] | None:
-    """Return each rank's measurements; problems of the machine raise before any process starts."""
-    num_ranks = run.topology.world_size
-    if run.device == "cuda":
-        from fusco.bench.shuffle.device_shuffle import run_device_rank
-
-        return run_on_ranks(run_device_rank, (run,), num_ranks, console, device="cuda", topology=run.topology)
-    from fusco.bench.inputs.traffic import world_bytes
-    from fusco.bench.shuffle.ranks import run_rank
-    from fusco.cpu.kernels.warm_up import warm_up_cpu
-
-    what = "all ranks' rows (--tokens, --hidden), which each rank rebuilds for verification,"
-    check_room(what, world_bytes(run.shape), num_ranks)
-    return run_on_ranks(run_rank, (run,), num_ranks, console, prepare=(warm_up_cpu,))
 
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
@@ -158,7 +160,7 @@ def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
     return summarize(run, ranks, emulation)
 
 
-def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[DeviceResult]], path: Path) -> None:
+def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path) -> None:
     from fusco.bench.harness.environment import commit
 
     for i, workload in enumerate(run.workloads):

@@ -128,7 +128,7 @@ def _cache() -> _Outcome:
 def _kernels() -> _Outcome:
     from numba.core import config
 
-    if config.DISABLE_JIT:
+    if getattr(config, "DISABLE_JIT", 0):
         return "NUMBA_DISABLE_JIT keeps numba from compiling", "unset NUMBA_DISABLE_JIT"
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from fusco.bench import names
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
+from fusco.cli.options import with_groups
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology

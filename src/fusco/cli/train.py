@@ -13,8 +13,7 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.option_groups import with_groups
-from fusco.cli.options import Device
+from fusco.cli.options import Device, with_groups
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import ResultTable, describe_origin
 from fusco.cli.train_presets import PresetName, SizeOptions

@@ -14,7 +14,7 @@ from fusco import Settings
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.harness.links import DevicePeaks, InternodePeaks
 from fusco.bench.inputs.traffic import Trace
-from fusco.bench.shuffle.device_shuffle import DeviceResult, DeviceTimes
+from fusco.bench.shuffle.ranks import DeviceResult, DeviceTimes
 from fusco.bench.shuffle.run import ShuffleRun
 from fusco.bench.shuffle.summary import summarize
 from fusco.cli.shuffle_tables import table_of_records

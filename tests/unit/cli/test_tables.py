@@ -130,7 +130,7 @@ def print_offload(console):
 def print_rails(console):
     results = {f"{name} Gbit/s, of 8 in all": 122239.5 for name in ("receives", "sends", "sends without the borrowed")}
     given = {"case": "4 senders to one receiver", "policy": "fuselink-paper", "results": results}
-    show(console, bench_links._tables([wide(RailsRecord, **given)] * 2, bench_links._RAILS_COLUMNS))
+    show(console, bench_links._tables([wide(RailsRecord, **given)] * 2, bench_links._RAILS_COLUMNS, ",.3g"))
 
 
 def print_prefill(console):

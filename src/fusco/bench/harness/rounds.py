@@ -42,4 +42,5 @@ def slowest_median(per_rank: Iterable[Sequence[float]], digits: int = 3) -> floa
     >>> slowest_median([[1.0, 5.0, 2.0], [3.0, 1.0, 1.0]])
     3.0
     """
-    return round(median(map(max, zip(*per_rank, strict=True))), digits)
+    slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
+    return round(median(slowest), digits)

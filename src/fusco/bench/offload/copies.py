@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -13,13 +13,51 @@ import torch
 
 from fusco.bench.harness.environment import Measurement, hardware
 from fusco.bench.harness.worker import Worker
-from fusco.bench.offload.peer import Peer
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, OffloadSettings, copy_from_host, copy_to_host
 from fusco.offload.links import nvml_links
 from fusco.offload.mover import MAX_SLOTS
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.limits import Limits
+
+_NUM_BURSTS = 12
+_PAUSE_S = 0.03  # between bursts; longer than a rail counts as busy after its owner's last activity
+
+
+class Peer(AbstractContextManager["Peer"]):
+    """The GPU of another process: memory for bursts of ``num_bytes``, and a copier over its own link."""
+
+    def __init__(self, device: int, num_bytes: int) -> None:
+        torch.cuda.set_device(device)
+        self._tensor = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._filling: torch.Tensor | None = None
+        self._copier = Copier(device, OffloadSettings(relays_by="nothing"))
+
+    def bursts(self, num_bytes: int, uses: str) -> list[float]:
+        """Copy bursts to host memory by ``"fusco"`` or ``"cudaMemcpyAsync"``, and return the seconds of each."""
+        tensor, pinned, times = self._tensor[:num_bytes], self._pinned[:num_bytes], []
+        for _ in range(_NUM_BURSTS + 1):
+            time.sleep(_PAUSE_S)
+            start = time.perf_counter()
+            if uses == "fusco":
+                copy_to_host(tensor, pinned, copier=self._copier).synchronize()
+            else:
+                pinned.copy_(tensor, non_blocking=True)
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return times[1:]
+
+    def fill(self, leaves_bytes: int) -> None:
+        """Allocate all memory of the GPU but this; with -1, free it."""
+        self._filling = None
+        torch.cuda.empty_cache()
+        count = max(0, torch.cuda.mem_get_info()[0] - leaves_bytes) if leaves_bytes >= 0 else 0
+        self._filling = torch.empty(count, dtype=torch.uint8, device="cuda")
+
+    def __exit__(self, *_: object) -> None:
+        self._copier.close()
+
 
 MB = 1 << 20
 SIZES = tuple(size * MB for size in (1, 16, 64, 256, 1024))

@@ -95,7 +95,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
     ]
 
     def largest(name: str) -> float:
-        return max(getattr(each, name) for each in measured.deviations)
+        return max(float(getattr(each, name)) for each in measured.deviations)
 
     return record_of(
         PrefillRecord,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew, Member, perform
 from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms, scaled
 from fusco.rails import POLICIES, Policy
 from fusco.testbed import Testbed
@@ -61,10 +61,8 @@ def run_alone(bed: Testbed, policy: Policy, num_rails: int, seconds: float) -> t
     with Crew(bed, policy, num_rails=num_rails) as crew:
         (sender,), (receiver,) = crew.hire_pairs(1)
         before = [bed.counters(0, rail).sent_bytes for rail in range(num_rails)]
-        receiver.begin(roles.sink)
-        sender.begin(roles.flow, time.monotonic() + START_S, seconds)
-        speed = sender.result()
-        receiver.result()
+        begin = time.monotonic() + START_S
+        _, speed = perform((receiver, roles.sink), (sender, roles.flow, begin, seconds))
         return speed, [bed.counters(0, rail).sent_bytes - sent for rail, sent in enumerate(before)]
 
 
@@ -116,16 +114,14 @@ def send(
     senders: Sequence[Member], sinks: Sequence[Member], victim_bytes: int, period_s: float, seconds: float
 ) -> tuple[dict[str, float], float]:
     """Send as flows and, the last sender, as the victim; return the victim's results, and the GB/s of all flows."""
-    for sink in sinks:
-        sink.begin(roles.sink)
+    *flows, victim = senders
     begin, warm_up = time.monotonic() + START_S, min(0.5, seconds / 4)
-    for flow in senders[:-1]:
-        flow.begin(roles.flow, begin, seconds)
     arrivals = [i * period_s for i in range(max(1, int((seconds - warm_up) / period_s)))]
-    senders[-1].begin(roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals))
-    latencies = senders[-1].result()
-    speed = sum(flow.result() for flow in senders[:-1])
-    for sink in sinks:
-        sink.result()
+    *results, latencies = perform(
+        *((sink, roles.sink) for sink in sinks),
+        *((flow, roles.flow, begin, seconds) for flow in flows),
+        (victim, roles.stream, begin + warm_up, arrivals, [victim_bytes] * len(arrivals)),
+    )
+    speed = sum(results[len(sinks) :])
     means = {"victim mean ms": 1e3 * sum(latencies) / len(latencies), "victim p99 ms": percentile_ms(latencies, 99)}
     return means, speed

@@ -43,6 +43,13 @@ class Member(Worker):
         super().__init__(name, "forkserver", _office, place, namespaces)
 
 
+def perform(*roles: tuple[Any, ...]) -> list[Any]:
+    """Begin all roles, each a member, a function and its arguments, and return their results when all have ended."""
+    for member, role, *arguments in roles:
+        member.begin(role, *arguments)
+    return [member.result() for member, *_ in roles]
+
+
 class Office:
     """A worker's endpoint and channels, kept between roles; in the worker's process."""
 
@@ -92,10 +99,7 @@ class Crew:
     def connect(self, pairs: Sequence[tuple[Member, Member]]) -> None:
         """Connect workers: each pair gets a channel, which both have as their next one."""
         for client, server in pairs:
-            client.begin(_connect, server.call(_listen))
-            server.begin(_accept)
-            for each in (client, server):
-                each.result()
+            perform((client, _connect, server.call(_listen)), (server, _accept))
 
     def __enter__(self) -> Crew:
         return self

@@ -11,7 +11,7 @@ from importlib import resources
 import numpy as np
 
 from fusco.bench.rails import roles
-from fusco.bench.rails.crew import START_S, VARIANTS, Crew
+from fusco.bench.rails.crew import START_S, VARIANTS, Crew, perform
 from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms
 from fusco.rails import Policy
 from fusco.testbed import Testbed
@@ -85,14 +85,14 @@ def run(bed: Testbed, policy: Policy, arrivals: list[Arrivals]) -> list[float]:
     ranks_per_instance = num_rails // len(arrivals)
     with Crew(bed, policy) as crew:
         senders, receivers = crew.hire_pairs(num_rails)
-        for receiver in receivers:
-            receiver.begin(roles.sink, max(max(each.sizes) for each in arrivals))
-        begin = time.monotonic() + START_S
-        for worker, sender in enumerate(senders):
-            each = arrivals[worker // ranks_per_instance]
-            sender.begin(roles.stream, begin, each.times_s, each.sizes)
-        by_rank = [sender.result() for sender in senders]
-        for receiver in receivers:
-            receiver.result()
+        largest, begin = max(max(each.sizes) for each in arrivals), time.monotonic() + START_S
+        results = perform(
+            *((receiver, roles.sink, largest) for receiver in receivers),
+            *(
+                (sender, roles.stream, begin, (each := arrivals[worker // ranks_per_instance]).times_s, each.sizes)
+                for worker, sender in enumerate(senders)
+            ),
+        )
+    by_rank = results[num_rails:]
     instances = [by_rank[i : i + ranks_per_instance] for i in range(0, num_rails, ranks_per_instance)]
     return [max(ranks) for instance in instances for ranks in zip(*instance, strict=True)]

@@ -1,20 +1,30 @@
-"""Each rank's part of ``fusco bench shuffle`` on the CPU: verify every variant, then time them in turn."""
+"""Each rank's part of ``fusco bench shuffle``: verify every variant, then time it; on CPUs all in turn."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import median
 
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from fusco.bench.harness.links import LinkPeaks, measure_links
+from fusco.api.communicator import Communicator
+from fusco.bench.harness.links import DevicePeaks, LinkPeaks, measure_device_links, measure_links
 from fusco.bench.harness.rounds import measure_in_turn
-from fusco.bench.harness.stopwatch import CoreTimes
+from fusco.bench.harness.stopwatch import CoreTimes, RankTimer
 from fusco.bench.inputs.traffic import Workload, WorldInput
 from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle.run import ShuffleRun
-from fusco.bench.shuffle.verification import verify
+from fusco.bench.shuffle.variants import PEERS, recorded_variant
+from fusco.bench.shuffle.verification import expected_rows, verify
+from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
+from fusco.core.timeline import Span
 from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
@@ -43,8 +53,15 @@ class RankResult:
     iterations: dict[str, list[Iteration]]
 
 
-def run_rank(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
+def run_rank(
+    group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None
+) -> list[RankResult] | list[DeviceResult]:
     """Run one rank's part and return a result for each workload; rank 0 reports every step as progress."""
+    run_here = _run_on_cpu if run.device == "cpu" else _run_on_device
+    return run_here(group, run, progress_port)
+
+
+def _run_on_cpu(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[RankResult]:
     rank = dist.get_rank(group)
     num_steps = sum(len(run.variants) + _num_warm_ups(workload) + run.num_iterations for workload in run.workloads)
     advance = ProgressReporter(rank, progress_port, num_steps).advance
@@ -90,3 +107,173 @@ def _measure(shuffle: Shuffle, group: dist.ProcessGroup) -> Iteration:
         dispatch=dispatch_profile,
         combine=replace(shuffle.profile()),
     )
+
+
+_FP8 = "fusco-fp8"
+_FP8_BLOCK = 128  # values that share a scale
+KERNELS = ("plan", "scatter_rows", "combine_rows")
+
+
+@dataclass
+class DeviceTimes:
+    """One variant's times on one rank, in milliseconds, one for each iteration; empty if it was not timed.
+
+    The first three are the device's, of work that the host enqueues ahead: what the host takes to launch it shows only
+    where the device waits for the host. The others are the host's, of a dispatch and a combine.
+    """
+
+    dispatch_ms: list[float] = field(default_factory=list)  # dispatch alone
+    combine_ms: list[float] = field(default_factory=list)  # combine alone
+    total_ms: list[float] = field(default_factory=list)  # dispatch followed by combine
+    loop_ms: list[float] = field(default_factory=list)  # each of 20 calls in a row, one value for each repetition
+    idle_ms: list[float] = field(default_factory=list)  # from idle devices until the device has completed the call
+
+
+@dataclass
+class DeviceResult:
+    """Measurements of one rank with one workload."""
+
+    peaks: DevicePeaks  # of the links
+    remote_row_bytes: int = 0  # rows of other ranks that it needs, each once; 0 with several nodes
+    # for each variant, what differs from the specification; empty if nothing does
+    errors: dict[str, list[str]] = field(default_factory=dict)
+    times: dict[str, DeviceTimes] = field(default_factory=dict)  # for each variant
+    # for each variant, of a dispatch and of a combine
+    profiles: dict[str, tuple[CallProfile, CallProfile]] = field(default_factory=dict)
+    # median duration of each of fusco's kernels, waiting for peers included; empty with several nodes
+    kernel_us: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)  # of one dispatch and combine of fusco, if recorded
+
+
+def _run_on_device(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | None) -> list[DeviceResult]:
+    num_steps = 1 + len(run.workloads) * (len(run.variants) + 1)
+    progress = ProgressReporter(dist.get_rank(group), progress_port, num_steps)
+    timer = RankTimer(group, "cuda")
+    peaks = measure_device_links(group, run.topology, timer)
+    progress.advance()
+    with ShuffleFactory(group, run) as factory:
+        return [_Measurement(factory, load, timer).take(DeviceResult(peaks), progress) for load in run.workloads]
+
+
+class _Measurement:
+    """One workload on one rank."""
+
+    def __init__(self, factory: ShuffleFactory, workload: Workload, timer: RankTimer) -> None:
+        self._factory, self._run, self._workload, self._timer = factory, factory.run, workload, timer
+        self._rank, self._world = factory.group.rank(), WorldInput.of(workload, "cuda")
+
+    def take(self, result: DeviceResult, progress: ProgressReporter) -> DeviceResult:
+        """Verify and time every variant, then profile fusco's kernels."""
+        run, shuffles = self._run, dict[str, Shuffle]()
+        for name in run.variants:
+            if name == _FP8:
+                result.errors[name], result.times[name] = self._fp8()
+            elif shuffle := self._make(name):
+                shuffles[name] = shuffle
+                self._compare(name, shuffle, result)
+            progress.advance()
+        if run.has_timeline and (recorded := recorded_variant(run.variants)):
+            result.spans = _record(self._factory.communicator(), shuffles[recorded], self._timer)
+        if not run.has_nodes:
+            result.remote_row_bytes = _remote_row_bytes(self._world, self._workload, self._rank)
+        if not run.has_nodes and "fusco" in shuffles:
+            result.kernel_us = _profile_kernels(shuffles["fusco"], self._timer)
+        progress.advance()
+        return result
+
+    def _make(self, name: str) -> Shuffle | None:
+        """Return a variant; ``None``, with a warning, for one of another library that cannot be set up."""
+        try:
+            return self._factory.make(name, self._workload, self._world)
+        except Exception as error:  # another library may raise anything
+            if name not in PEERS:
+                raise
+            warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
+            return None
+
+    def _compare(self, name: str, shuffle: Shuffle, result: DeviceResult) -> None:
+        result.errors[name] = verify(shuffle, self._workload, self._world, self._rank, max_spare_rows=1)
+        rows, _, handle = shuffle.dispatch()
+        dispatched = replace(shuffle.profile())
+        shuffle.combine(rows, handle)
+        result.profiles[name] = (dispatched, replace(shuffle.profile()))
+        del rows, handle
+        torch.cuda.synchronize()
+        dist.barrier(self._factory.group)
+        result.times[name] = _time(shuffle, self._timer, self._run.num_iterations)
+
+    def _fp8(self) -> tuple[list[str], DeviceTimes]:
+        """Dispatch of float8 values with a float32 scale for each block, in one pass; captured, with static rows."""
+        comm, world, launch = self._factory.communicator(), self._world, Launch(num_sms=self._run.num_sms)
+        num_scales = -(-self._workload.hidden // _FP8_BLOCK)
+        values = [rows.to(torch.float8_e4m3fn) for rows in world.rows]
+        scales = [rows[:, :num_scales].float().contiguous() for rows in world.rows]
+        ids, weights = world.topk_idx[comm.rank], world.topk_weights[comm.rank]
+        payloads = [values[comm.rank], scales[comm.rank]]
+        static = StaticRows(max(1, comm.dispatch(payloads, ids, weights).handle.num_rows))
+        sent = comm.dispatch(payloads, ids, weights, static=static, launch=launch)
+        experts = self._workload.placement.rank_to_experts[comm.rank]
+        errors = []
+        for name, seen, rows in zip(("values", "scales"), sent.payloads, (values, scales), strict=True):
+            as_bytes = [part.view(torch.uint8) for part in rows]
+            expected, _ = expected_rows(WorldInput(as_bytes, world.topk_idx, world.topk_weights), experts)
+            if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):
+                errors.append(f"rank {comm.rank}: dispatched float8 {name} are wrong")
+        with _captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
+            return errors, DeviceTimes(dispatch_ms=self._timer.times_ms(replay, self._run.num_iterations))
+
+
+def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTimes:
+    rows, _, handle = shuffle.dispatch()
+    parts = {
+        "dispatch_ms": shuffle.dispatch,
+        "combine_ms": lambda: shuffle.combine(rows, handle),
+        "total_ms": shuffle.both,
+    }
+    times = DeviceTimes()
+    for name, work in parts.items():
+        with _captured(work) if shuffle.is_graph else nullcontext(work) as call:
+            setattr(times, name, timer.times_ms(call, num_iterations))
+            if name == "total_ms":
+                times.loop_ms, times.idle_ms = timer.loop_times_ms(call), timer.idle_times_ms(call, num_iterations)
+    return times
+
+
+@contextmanager
+def _captured(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    yield graph.replay
+    torch.cuda.synchronize()
+
+
+def _profile_kernels(shuffle: Shuffle, timer: RankTimer) -> dict[str, float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it warns that a cycle drops the ones before; there is only one
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            timer.times_ms(shuffle.both, 10)
+        events = recorded.events() or []
+    durations: dict[str, list[float]] = {}
+    for event in events:
+        if event.name in KERNELS:
+            durations.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
+
+
+def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:
+    """Record one dispatch and combine that all ranks' devices begin together."""
+    with comm.record_timeline() as timeline:
+        timer.align()
+        timeline.begin()
+        shuffle.both()
+        torch.cuda.synchronize()
+    return timeline.spans()
+
+
+def _remote_row_bytes(world: WorldInput, workload: Workload, rank: int) -> int:
+    experts = torch.tensor(workload.placement.rank_to_experts[rank], device="cuda")
+    remote = [ids for src, ids in enumerate(world.topk_idx) if src != rank]
+    return sum(int(torch.isin(ids, experts).any(1).sum()) for ids in remote) * workload.bytes_per_token

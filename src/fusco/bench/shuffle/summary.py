@@ -141,9 +141,12 @@ class _Summary:
             emulation=emulation,
         )
 
-    def _record(self, kind: type[_Record], variant: str, errors: Sequence[str] = (), **values: Any) -> _Record:
+    def _record(self, kind: type[_Record], variant: str, **values: Any) -> _Record:
         load, run = self._workload, self._run
-        errors = [*(error for rank in self._ranks for error in rank.errors[variant]), *errors]
+        values["errors"] = errors = [
+            *(error for rank in self._ranks for error in rank.errors[variant]),
+            *values.get("errors", ()),
+        ]
         described = {
             "traffic": load.pattern,
             "nodes": load.topology.num_nodes,
@@ -155,7 +158,7 @@ class _Summary:
             "trace_repeats": round(load.num_repeats, 3),
         }
         sources = (load, load.placement, load.topology, run)
-        return record_of(kind, *sources, variant=variant, errors=errors, **{**described, **values})
+        return record_of(kind, *sources, variant=variant, **{**described, **values})
 
     def _internode_bytes(self, variant: str, dispatched: int, combined: int) -> dict[str, Any]:
         """Return fields of an ``InternodeBytesRecord``, and the errors if other bytes of rows than planned were sent.
