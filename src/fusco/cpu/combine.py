@@ -63,7 +63,7 @@ class ProducePartialSums:
         self._num_left = len(chunks.bounds) if len(memory.ranks) > 1 else 0
 
     def step(self) -> bool:
-        """Produce one chunk for each consumer with a free slot."""
+        """Produce one chunk, or several small ones, for each consumer with free slots."""
         produced = produce_sums(self._terms, self._chunks, self._memory.rings_out)
         self._num_left = produced.num_left
         return produced.num_chunks > 0
@@ -106,13 +106,12 @@ class FoldSums:
         scratch: torch.Tensor,
         out: torch.Tensor,
         wire_dtype: torch.dtype,
-        rows_per_chunk: int,
         call: Call,
     ) -> None:
         self._plan, self._memory, self._terms, self._call = plan, memory, terms, call
-        self._send_ring, self._scratch, self._out = send_ring, scratch, out
-        self._wire_dtype, self._rows_per_chunk = wire_dtype, rows_per_chunk
-        self._sum_dtype = accumulation_dtype(out.dtype)
+        self._send_ring, self._out = send_ring, out
+        self._wire_dtype, self._rows_per_chunk = wire_dtype, chunks.rows_per_chunk
+        self._sums = as_rows(scratch, chunks.rows_per_chunk, terms.hidden, accumulation_dtype(out.dtype))
         first, end = chunks.local_to_chunks[memory.local]
         self._chunks = [RowChunk(*chunk) for chunk in chunks.bounds[first:end].tolist()]
         self._returning = self._returning_runs()
@@ -122,19 +121,20 @@ class FoldSums:
         self._is_waiting = False  # for those
 
     def step(self) -> bool:
-        if self._num_done == len(self._chunks):
-            return False
-        chunk = self._chunks[self._num_done]
-        sums = as_rows(self._scratch, chunk.end - chunk.first, self._terms.hidden, self._sum_dtype)
-        moved = self._add_partials(chunk, sums)
-        if self._next_local < len(self._memory.ranks):
-            return moved
-        is_local = chunk.dst == self._plan.rank
-        if not (self._finish_local(chunk, sums) if is_local else self._send_back(chunk, sums)):
-            return moved
-        self._num_done += 1
-        self._next_local = 0
-        return True
+        """Sum one chunk, or several small ones."""
+        has_moved, num_rows = False, 0
+        while self._num_done < len(self._chunks) and num_rows < self._rows_per_chunk:
+            chunk = self._chunks[self._num_done]
+            sums = self._sums[: chunk.end - chunk.first]
+            has_moved |= self._add_partials(chunk, sums)
+            if self._next_local < len(self._memory.ranks):
+                break
+            is_local = chunk.dst == self._plan.rank
+            if not (self._finish_local(chunk, sums) if is_local else self._send_back(chunk, sums)):
+                break
+            self._num_done, self._next_local, has_moved = self._num_done + 1, 0, True
+            num_rows += len(sums)
+        return has_moved
 
     @property
     def is_done(self) -> bool:
@@ -194,7 +194,7 @@ class FoldSums:
         tokens = chunk.first - first_row, chunk.end - first_row
         found, self._missing = [], None
         for run in self._returning:
-            first, end = torch.searchsorted(run.tokens, torch.tensor(tokens, device="cpu")).tolist()
+            first, end = run.tokens.numpy().searchsorted(tokens).tolist()
             if first < end:
                 num_needed = run.num_chunks_before - (-end // self._rows_per_chunk)
                 value = memory.layout.tag(self._call.sequence_number, num_needed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from fusco.control.counters import Counters
-from fusco.control.transport import Ticket, Transport
+from fusco.control.transport import Transport, memory_of
 from fusco.core.errors import Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import Call, CallProfile
@@ -90,34 +91,41 @@ class ReceiveRows:
         rows_per_slice: int,
     ) -> None:
         """``runs`` are, in order, the rank that each run of rows comes from and their number, of ``row_bytes`` each."""
-        self._tickets: dict[int, list[Ticket]] = {src: [] for src, _ in runs}
-        rows = memory.crossing_rows(memory.local, 0, (sum(num for _, num in runs), row_bytes), torch.uint8)
-        announcers = {src: _announcer(memory, memory.layout.arrival_flag(src), collective) for src in self._tickets}
+        self._memory, self._collective = memory, collective
+        self._src_to_num_slices = {src: 0 for src, _ in runs}
+        self._src_to_num_arrived = dict(self._src_to_num_slices)
+        shape = (sum(num for _, num in runs), row_bytes)
+        rest = memory_of(memory.crossing_rows(memory.local, 0, shape, torch.uint8)) if runs else memoryview(b"")
         for src, num_rows in runs:
-            of_run, rows = rows[:num_rows], rows[num_rows:]
-            self._tickets[src] += [
-                transport.receive(piece, src, on_done=announcers[src]) for piece in torch.split(of_run, rows_per_slice)
-            ]
-        self._num_arrived = 0
+            for first in range(0, num_rows, rows_per_slice):
+                num_bytes = min(rows_per_slice, num_rows - first) * row_bytes
+                transport.receive(rest[:num_bytes], src, on_done=partial(self._announce, src))
+                rest = rest[num_bytes:]
+                self._src_to_num_slices[src] += 1
+        self._num_left = sum(self._src_to_num_slices.values())
+        self._num_left_before = self._num_left
 
-    def num_arrived(self, src: int) -> int:
-        """Return the number of slices from ``src`` that have arrived."""
-        return sum(ticket.is_done for ticket in self._tickets[src])
+    def _announce(self, src: int) -> None:
+        """Count a slice, and increment the flag by which the node knows of those from its source."""
+        self._num_left -= 1
+        self._src_to_num_arrived[src] += 1
+        layout = self._memory.layout
+        tag = layout.tag(self._collective, self._src_to_num_arrived[src])
+        self._memory.own.store(layout.arrival_flag(src), tag)
 
     def step(self) -> bool:
-        """Count the slices that have arrived; the transport does the work."""
-        before, self._num_arrived = self._num_arrived, sum(map(self.num_arrived, self._tickets))
-        return self._num_arrived > before
+        """Return whether slices have arrived since the last step; the transport does the work."""
+        before, self._num_left_before = self._num_left_before, self._num_left
+        return self._num_left < before
 
     @property
     def is_done(self) -> bool:
-        return all(ticket.is_done for tickets in self._tickets.values() for ticket in tickets)
+        return not self._num_left
 
     def stall(self) -> Stall:
-        missing = {src: len(tickets) - self.num_arrived(src) for src, tickets in self._tickets.items()}
-        late = tuple(src for src, count in missing.items() if count)
-        total = sum(map(len, self._tickets.values()))
-        return Stall("receiving rows", late, f"{total} slices", f"{self._num_arrived}")
+        num_slices, num_arrived = self._src_to_num_slices, self._src_to_num_arrived
+        late = tuple(src for src, count in num_slices.items() if num_arrived[src] < count)
+        return Stall("receiving rows", late, f"{sum(num_slices.values())} slices", f"{sum(num_arrived.values())}")
 
 
 class ScatterRows:
@@ -212,12 +220,6 @@ class ScatterRows:
         of_runs.num_rows[:] = runs.num_rows
         of_runs.is_of_peer[:] = holder != memory.local
         return table
-
-
-def _announcer(memory: CpuMemory, flag: int, collective: int) -> Callable[[], None]:
-    """Return a callback for each slice that arrives from a source: it increments the source's flag."""
-    arrived = itertools.count(1)
-    return lambda: memory.own.store(flag, memory.layout.tag(collective, next(arrived)))
 
 
 def _in_proportion(per_node: Mapping[int, list[Outgoing]]) -> list[Outgoing]:

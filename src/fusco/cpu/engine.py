@@ -257,7 +257,6 @@ class CpuEngine:
                 scratch=self._private[-1],
                 out=out,
                 wire_dtype=wire_dtype,
-                rows_per_chunk=rows_per_chunk,
                 call=call,
             )
             produce = ProducePartialSums(self._memory, terms, chunks)

@@ -10,7 +10,7 @@ from fusco.core.memory_size import MemorySize
 from fusco.planner.rank_links import most_crossing_rows
 
 SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
-_MAX_ATTACHED_BYTES = 128 << 10  # from a rank to all other nodes: 0.1 ms on the loopback device
+_MAX_ATTACHED_BYTES = 128 << 10  # from a rank to each other node: 0.1 ms on the loopback device, saves three messages
 
 
 class CpuLayout(EngineConfig):
@@ -31,13 +31,14 @@ class CpuLayout(EngineConfig):
     def _attachment_bytes(self) -> int:
         """Bytes for routing and rows of all tokens of a rank, if a dispatch can attach them to its record; else 0.
 
-        They must be few, and the rows must be one slice.
+        They must be few, and the rows must be one slice. To how many nodes they go does not matter, since each
+        attachment saves the messages to one.
         """
         capacity = self.capacity
         rows = capacity.max_tokens_per_rank * capacity.max_row_bytes
         num_bytes = align(rows + self._max_pairs * 12)  # ids, and weights at most
-        num_sent = num_bytes * (self.topology.num_nodes - 1)
-        return num_bytes if rows <= self.slot_bytes and 0 < num_sent <= _MAX_ATTACHED_BYTES else 0
+        is_small = rows <= self.slot_bytes and 0 < num_bytes <= _MAX_ATTACHED_BYTES
+        return num_bytes if is_small and self.topology.num_nodes > 1 else 0
 
     @cached_property
     def slot_bytes(self) -> int:

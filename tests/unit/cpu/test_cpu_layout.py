@@ -111,8 +111,7 @@ def test_a_record_has_room_for_the_sizes_of_a_shuffle_with_all_ranks():
         (2, 64, None, True),
         (1, 64, None, False),  # no other node
         (2, 1024, None, False),  # more than 128 KiB
-        (3, 64, None, False),  # the same to two nodes
-        (3, 32, None, True),
+        (8, 64, None, True),  # less to each node
         (2, 64, 1000, False),  # several slices
     ],
 )

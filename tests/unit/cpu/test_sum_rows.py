@@ -90,6 +90,17 @@ def test_sums_of_all_ranks_through_full_rings(dtype):
             assert torch.equal(sums.view(torch.uint8), expected.view(torch.uint8))
 
 
+def test_small_chunks_are_produced_together_up_to_the_rows_of_one():
+    node = Node(torch.float32)
+    rank = node.ranks[0]
+    held = np.array([(1, r, 5 + row, 6 + row) for r, row in enumerate((0, 1, 2))])  # three runs of a row each
+    chunks = cut_chunks(held, range(NUM_RANKS), ROWS_PER_CHUNK)
+    rank.pairs.row_to_locals[5:8, 0] = True
+    assert produce_sums(rank.terms, chunks, rank.rings_out) == (2, 1)
+    node.counters[1, 0, 1] += 2  # taken out
+    assert produce_sums(rank.terms, chunks, rank.rings_out) == (1, 0)
+
+
 def test_chunks_of_runs():
     # Rank 0 holds rows of two runs of source 2, which is on another node: ranks 3 and 2 sent them. It has none itself.
     held = np.array([[0, 3, 6, 9], [0, 2, 5, 6], [0, 0, 0, 0], [1, 1, 0, 3]])

@@ -70,6 +70,7 @@ class Chunks(NamedTuple):
 
     bounds: npt.NDArray[np.int64]  # int64 (num_chunks, 3): the rank that the sums go to, first row and end
     local_to_chunks: npt.NDArray[np.int64]  # int64 (ranks_per_node, 2): for each rank, its first chunk and their end
+    rows_per_chunk: int  # at most
 
 
 def cut_chunks(held_rows: npt.NDArray[np.int64], ranks: Sequence[int], rows_per_chunk: int) -> Chunks:
@@ -82,13 +83,12 @@ def cut_chunks(held_rows: npt.NDArray[np.int64], ranks: Sequence[int], rows_per_
     >>> cut_chunks(held_rows, ranks=(0, 1), rows_per_chunk=2).bounds.tolist()
     [[2, 2, 4], [2, 4, 6], [3, 8, 9], [2, 6, 8], [0, 0, 1], [1, 1, 2]]
     """
-    chunks = Chunks(*_cut_chunks(held_rows, len(ranks), rows_per_chunk))
+    chunks = Chunks(*_cut_chunks(held_rows, len(ranks), rows_per_chunk), rows_per_chunk)
     for rank, (first, end) in zip(ranks, chunks.local_to_chunks.tolist(), strict=True):
-        if end - first <= 2:  # the order of two does not change
-            continue
         of_holder = chunks.bounds[first:end]
         returned = of_holder[of_holder[:, 0] != rank]
-        of_holder[: len(returned)] = returned[in_proportion(returned[:, 0])]
+        if len(set(returned[:, 0].tolist())) < len(returned):  # else it is a chunk for each, and the order stays
+            of_holder[: len(returned)] = returned[in_proportion(returned[:, 0])]
     return chunks
 
 
@@ -120,7 +120,8 @@ class Produced(NamedTuple):
 def produce_sums(terms: Terms, chunks: Chunks, rings: Rings) -> Produced:
     """Write this rank's sums for the next chunk of every other rank into its ring, unless the ring is full.
 
-    The first chunks of the ranks become the next ones to do, in place.
+    Small chunks follow until they have the rows of one. The first chunks of the ranks become the next ones to do, in
+    place.
     """
     return Produced(*_produce_sums(terms, chunks, rings))
 
@@ -174,20 +175,23 @@ def _produce_sums(terms: Any, chunks: Any, rings: Any) -> Any:
     for step in range(1, num_locals):  # so that producers start with different consumers
         consumer = (terms.local + step) % num_locals
         chunk, end = chunks.local_to_chunks[consumer]
-        while chunk < end and not _has_terms(terms, chunks.bounds[chunk]):
-            chunk += 1
-        produced: Any = load_acquire_at(rings.addresses[consumer, 0])
-        consumed: Any = load_acquire_at(rings.addresses[consumer, 1])
-        if chunk < end and produced - consumed < rings.depth:
+        num_rows = 0
+        while chunk < end and num_rows < chunks.rows_per_chunk:
             _, first, last = chunks.bounds[chunk]
-            sums, i = _slot(rings, consumer, produced, last - first, terms.scratch), 0
-            for row in range(first, last):
-                if terms.row_to_locals[row, terms.local]:
-                    _reduce(terms, row, sums[i])
-                    i += 1
-            store_release_at(rings.addresses[consumer, 0], produced + 1)
+            if _has_terms(terms, chunks.bounds[chunk]):
+                produced: Any = load_acquire_at(rings.addresses[consumer, 0])
+                consumed: Any = load_acquire_at(rings.addresses[consumer, 1])
+                if produced - consumed >= rings.depth:
+                    break
+                sums, i = _slot(rings, consumer, produced, last - first, terms.scratch), 0
+                for row in range(first, last):
+                    if terms.row_to_locals[row, terms.local]:
+                        _reduce(terms, row, sums[i])
+                        i += 1
+                store_release_at(rings.addresses[consumer, 0], produced + 1)
+                num_rows += last - first
+                num_produced += 1
             chunk += 1
-            num_produced += 1
         chunks.local_to_chunks[consumer, 0] = chunk
         num_left += end - chunk
     return num_produced, num_left
