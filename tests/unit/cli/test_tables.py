@@ -122,7 +122,7 @@ def print_offload(console):
     show(
         console,
         bench_links._tables(
-            [wide(OffloadRecord, variant="cudaMemcpyAsync", **given)] * 2, bench_links._OFFLOAD_COLUMNS
+            [wide(OffloadRecord, variant="cudaMemcpyAsync", **given)] * 2, bench_links._OFFLOAD_COLUMNS, "g"
         ),
     )
 

@@ -7,26 +7,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from engine_parts import engine_of
 
 from fusco.core.profile import Call, CallProfile
 from fusco.core.topology import Topology
-from fusco.cuda.engine import CudaEngine
 from fusco.engine.base import AllToAllRequest
 from fusco.schedule.cost import CUDA_LINKS
 
 NUM_ROWS = ((4, 1, 2), (3, 9, 0), (5, 6, 7))  # [src][dst]
-
-
-class Engine(CudaEngine):
-    """An engine on one node, whose byte streams move nothing."""
-
-    def __init__(self, rank: int) -> None:
-        self._topology, self._rank, self._network, self._watchdog = Topology((0, 0, 0)), rank, None, mock.Mock()
-        self._links = CUDA_LINKS
-        self._order = SimpleNamespace(on_stream=lambda *_: nullcontext())
-
-    def _streams(self, _stream):
-        return SimpleNamespace(tasks=lambda *_: [])
 
 
 def profile_of(rank: int) -> CallProfile:
@@ -36,7 +24,16 @@ def profile_of(rank: int) -> CallProfile:
     rows = [torch.empty(sum(counts[rank]), 2) for counts in (sends, receives)]
     request = AllToAllRequest(input=rows[0], output=rows[1], send_rows=sends[rank], receive_rows=receives[rank])
     profile = CallProfile()
-    pending = Engine(rank).prepare_all_to_all(request, Call(1, profile))
+    engine = engine_of(
+        topology=Topology((0, 0, 0)),
+        rank=rank,
+        network=None,
+        watchdog=mock.Mock(),
+        links=CUDA_LINKS,
+        order=SimpleNamespace(on_stream=lambda *_: nullcontext()),
+        streams=lambda _: SimpleNamespace(tasks=lambda *_: []),
+    )
+    pending = engine.prepare_all_to_all(request, Call(1, profile))
     assert pending.counts == [*sends[rank], *receives[rank]]
     pending.run([[*sends[r], *receives[r]] for r in range(3)])
     return profile

@@ -10,13 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from engine_parts import engine_of
 from repeated_rig import CAPACITY, LIMIT_S, NUM_EXPERTS, Node
 
 from fusco import BALANCERS, Segments, Settings, Topology, TransportError
 from fusco.api.validation import Validator
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.engine import CudaEngine
 from fusco.engine.base import ShuffleRequest
 from fusco.schedule.cost import CUDA_LINKS
 from generator import any_bits, number_of
@@ -108,19 +108,6 @@ def test_the_balancer_says_whether_segments_have_lanes(balancer, has_lanes):
     assert validator.validate_shuffle({}, {}).has_lanes is has_lanes
 
 
-class Engine(CudaEngine):
-    """An engine whose messages were aborted: their events are reached nevertheless."""
-
-    def __init__(self):
-        self._topology, self._rank, self._links = Topology((0, 1)), 0, CUDA_LINKS
-        self._arena = SimpleNamespace(layout=SimpleNamespace(slot_bytes=1))
-        self._order = SimpleNamespace(on_stream=lambda *_: nullcontext())
-        self._watchdog = mock.Mock(check_device=mock.Mock(side_effect=TransportError("aborted")))
-
-    def _streams(self, _stream):
-        return SimpleNamespace(tasks=lambda *_: [mock.Mock(is_done=True)])
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -131,5 +118,15 @@ class Engine(CudaEngine):
     ids=["shuffle", "gather_send", "scatter_recv"],
 )
 def test_what_did_not_arrive_since_the_network_was_aborted_is_an_error(call):
+    """Events of messages that were aborted are reached nevertheless."""
+    engine = engine_of(
+        topology=Topology((0, 1)),
+        rank=0,
+        links=CUDA_LINKS,
+        arena=SimpleNamespace(layout=SimpleNamespace(slot_bytes=1)),
+        order=SimpleNamespace(on_stream=lambda *_: nullcontext()),
+        watchdog=mock.Mock(check_device=mock.Mock(side_effect=TransportError("aborted"))),
+        streams=lambda _: SimpleNamespace(tasks=lambda *_: [mock.Mock(is_done=True)]),
+    )
     with pytest.raises(TransportError, match="aborted"):
-        call(Engine(), scattered(64, "any"))
+        call(engine, scattered(64, "any"))

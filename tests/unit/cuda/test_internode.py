@@ -53,12 +53,6 @@ def scenes(draw):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_arrives_is_the_law(kind):
-    for order, (num_nodes, ranks_per_node) in enumerate([(2, 1), (2, 2), (3, 2), (4, 1)]):
-        play(Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order), order)
-
-
 @given(scene=scenes(), order=st.integers(0, 1000))
 @settings(max_examples=25)
 def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_parts import engine_of
 from simulated_device import Machine
 from simulated_nodes import Rank, World
 
@@ -48,11 +49,8 @@ def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticRows | None) -> Exc
     return None
 
 
-class Engine(CudaEngine):
-    """Reports of an engine."""
-
-    def __init__(self, at: Rank) -> None:
-        self._arena, self._placement, self._rank, self._shuffle = at.arena, PLACEMENT, at.rank, at.shuffle
+def engine_at(at: Rank) -> CudaEngine:
+    return engine_of(arena=at.arena, placement=PLACEMENT, rank=at.rank, shuffle=at.shuffle)
 
 
 def on_ranks(program: Any, order: int) -> list[Any]:
@@ -71,7 +69,7 @@ def test_an_exact_dispatch_tells_the_errors_of_earlier_ones_as_theirs(order, num
         dispatch(at, with_bad_id(99, token=5) if at.rank == 1 else ids(8), STATIC)
         first = dispatch(at, ids(num_tokens), None)
         dispatch(at, ids(8), static)
-        return [first, *(dispatch(at, ids(num_tokens), None) for _ in range(2)), Engine(at).pending_error()]
+        return [first, *(dispatch(at, ids(num_tokens), None) for _ in range(2)), engine_at(at).pending_error()]
 
     for rank, (first, second, third, pending) in enumerate(on_ranks(program, order)):
         assert type(first) is ValueError
@@ -86,7 +84,7 @@ def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
     def program(at: Rank) -> tuple[Exception | None, Exception | None]:
         dispatch(at, with_bad_id(50, token=3) if is_first_wrong else ids(8), STATIC)
         rejection = dispatch(at, with_bad_id(bad_id, token=5) if at.rank == 1 else ids(8), None)
-        return rejection, Engine(at).pending_error()
+        return rejection, engine_at(at).pending_error()
 
     rejections = on_ranks(program, order=0)
     what = f"topk_idx[5, 1] = {bad_id} {RANGE}"
@@ -100,7 +98,7 @@ def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
 
 def test_the_first_of_several_static_dispatches_is_told_until_the_host_looks():
     def program(at: Rank) -> list[str]:
-        engine, seen = Engine(at), []
+        engine, seen = engine_at(at), []
         for tokens in ((5, 3), (2,), ()):
             for token in tokens:
                 dispatch(at, with_bad_id(99, token=token) if at.rank == 1 else ids(8), STATIC)
@@ -116,7 +114,7 @@ def test_an_invalid_id_and_an_overflow_of_one_dispatch_are_both_told():
     def program(at: Rank) -> list[type]:
         dispatch(at, with_bad_id(99, token=5), StaticRows(1))
         at.machine_is_idle()
-        engine = Engine(at)
+        engine = engine_at(at)
         return [type(engine.pending_error()) for _ in range(3)]
 
     for seen in on_ranks(program, order=2):

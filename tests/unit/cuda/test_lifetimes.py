@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_parts import engine_of
 from simulated_device import Machine, SimulatedGpu, Stream
 
 from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
@@ -70,20 +71,17 @@ class Shuffle:
         return [torch.empty_like(payload) for payload in request.payloads]
 
 
-class Engine(CudaEngine):
+def engine_on(gpu: SimulatedGpu) -> CudaEngine:
     """An engine of nothing but an order of streams."""
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        self._gpu, self._order = gpu, StreamOrder(gpu, pytest.fail)
-        self._shuffle = Shuffle()
+    return engine_of(order=StreamOrder(gpu, pytest.fail), shuffle=Shuffle())
 
 
-def combine(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
+def combine(engine: CudaEngine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
     request = CombineRequest(rows=[rows], plan=plan, topk_weights=plan.weights, handle=1, launch=launch)
     engine.prepare_combine(request, Call(2, CallProfile())).run([])
 
 
-def dispatch_again(engine: Engine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
+def dispatch_again(engine: CudaEngine, plan: DevicePlan, rows: torch.Tensor, launch: Launch) -> None:
     request = RedispatchRequest(payloads=[rows], plan=plan, handle=1, launch=launch)
     engine.prepare_redispatch(request, Call(2, CallProfile())).run([])
 
@@ -93,7 +91,7 @@ VERBS = pytest.mark.parametrize("verb", [combine, dispatch_again])
 
 @VERBS
 def test_a_plan_lives_until_the_own_stream_has_read_it(gpu: SimulatedGpu, verb):
-    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    engine, plan, rows = engine_on(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     verb(engine, plan, rows, Launch(own_stream=True))
     own = {engine._shuffle.stream.cuda_stream}
     assert own != {gpu.stream.cuda_stream}
@@ -109,7 +107,7 @@ def test_a_plan_lives_until_the_own_stream_has_read_it(gpu: SimulatedGpu, verb):
 
 @VERBS
 def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(gpu: SimulatedGpu, verb):
-    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    engine, plan, rows = engine_on(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     with gpu.on(gpu.new_stream()) as other:
         verb(engine, plan, rows, Launch())
     assert gpu.reads(plan.tables.row_to_slots) == {other.cuda_stream}
@@ -118,7 +116,7 @@ def test_a_plan_lives_until_another_stream_of_the_caller_has_read_it(gpu: Simula
 
 @VERBS
 def test_what_was_copied_from_a_plan_lives_as_long(gpu: SimulatedGpu, verb):
-    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    engine, plan, rows = engine_on(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     copies = plan.slices(1)
     assert len(copies) == 2
     assert plan.own_rows.tensors == ()  # no copy
@@ -131,7 +129,7 @@ def test_what_was_copied_from_a_plan_lives_as_long(gpu: SimulatedGpu, verb):
 
 @VERBS
 def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read_it(gpu: SimulatedGpu, verb):
-    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    engine, plan, rows = engine_on(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     plan.stream = gpu.stream.cuda_stream
     with gpu.on(gpu.new_stream()):
         verb(engine, plan, rows, Launch())
@@ -144,7 +142,7 @@ def test_what_was_copied_on_another_stream_lives_until_the_plans_stream_has_read
 
 @VERBS
 def test_weights_by_slot_that_were_requested_live_as_long(gpu: SimulatedGpu, verb):
-    engine, plan, rows = Engine(gpu), plan_of_rank_0(), torch.zeros(4, 2)
+    engine, plan, rows = engine_on(gpu), plan_of_rank_0(), torch.zeros(4, 2)
     requested = [plan.slot_weights, plan.slot_to_k]
     verb(engine, plan, rows, Launch(own_stream=True))
     for tensor in requested:

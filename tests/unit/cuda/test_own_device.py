@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_parts import engine_of
 from simulated_device import Machine
 from simulated_nodes import Rank, World
 
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.core.errors import Stall
-from fusco.cuda.engine import CudaEngine
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -88,15 +88,8 @@ def test_between_nodes_no_peer_is_waited_for_until_rows_are_counted(order):
         assert stalls[2:] == [(True, PLAN), (True, of_peer)]
 
 
-class Engine(CudaEngine):
-    """An engine with work under way."""
-
-    def __init__(self) -> None:
-        self._order, self._watchdog = mock.Mock(), mock.Mock()
-
-
 def test_synchronize_waits_for_no_peer():
-    engine = Engine()
+    engine = engine_of(order=mock.Mock(), watchdog=mock.Mock())
     engine.synchronize()
     _, stall = engine._watchdog.wait_until.call_args.args
     assert stall() == own_backlog("all launched work to complete")

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_parts import engine_of
 from simulated_device import Event, Machine, SimulatedGpu, Stream, always
 
 from fusco import Capacity, Communicator, ExpertPlacement, Handle, Launch, Topology
@@ -14,7 +15,6 @@ from fusco.api.create import CommunicatorParts
 from fusco.bench.host.null_device import NullDeviceValidator
 from fusco.core.access import Access
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.engine import CudaEngine
 from fusco.cuda.stream_order import StreamOrder
 from fusco.engine.base import DispatchOutput, Pending
 from fusco.planner.balancer import balance_send_and_receive
@@ -84,20 +84,6 @@ class Shuffle:
         return out
 
 
-class Engine(CudaEngine):
-    """An engine of nothing but an order of streams."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._gpu, self._order, self._topology = streams, StreamOrder(streams, pytest.fail), Topology((0,))
-        self._shuffle = Shuffle(streams)
-
-    def pending_error(self) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
 def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
     session = mock.Mock(sequence_number=1, has_published=False, access=Access("a communicator"))
     session.begin.side_effect = lambda _: Call(1, CallProfile())
@@ -109,9 +95,11 @@ def communicator(streams: Streams) -> tuple[Communicator, Shuffle]:
         wire_dtype=None,
         device=torch.device("cuda", 0),
     )
-    engine = Engine(streams)
+    order, shuffle = StreamOrder(streams, pytest.fail), Shuffle(streams)
+    engine = engine_of(order=order, topology=Topology((0,)), shuffle=shuffle)
+    engine.pending_error = engine.close = lambda: None
     comm = Communicator.of_parts(CommunicatorParts(session, engine, validator))
-    return comm, engine._shuffle
+    return comm, shuffle
 
 
 @pytest.fixture
