@@ -11,7 +11,7 @@ Layers, each importing only those below it::
     cpu  cuda               the two backends; neither imports the other
     engine                  shared by both backends: the interface, byte streams, tasks
     reference               plain PyTorch twins of the kernels
-    planner                 routing -> plan, traffic -> lanes or groups
+    planner  placement      routing -> plan, traffic -> lanes or groups | loads -> owners of experts
     rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
     testbed                 hosts with rate-limited NICs in namespaces of one machine
