@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 OPENING = """# API reference
 
 Made by `make docs` from the docstrings. Only names on this page are public, importable from `fusco`, `fusco.fsdp`,
-`fusco.offload`, `fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
+`fusco.offload`, `fusco.placement`, `fusco.rails`, `fusco.schedule` and `fusco.testbed`; modules below them may move.
 [Design](design.md), [errors](faults.md), [training](fsdp.md), [rails](rails.md), [testbed](testbed.md)."""
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
@@ -51,6 +51,9 @@ TOPICS: dict[str, dict[str, str]] = {
         "Rails of a host": "Rail discover_rails",
         "NCCL": "nccl_plugin",
         "Scheduling": "POLICIES Policy Limits",
+    },
+    "fusco.placement": {
+        "Plans": "plan_batch Balance BatchPlan plan_placement PlannedPlacement warm_up",
     },
     "fusco.schedule": {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",

@@ -10,7 +10,7 @@ Layers, each importing only those below it::
     offload                 copies between GPUs and host memory over several PCIe links
     cpu  cuda               the two backends; neither imports the other
     engine                  shared by both backends: the interface, byte streams, tasks
-    planner                 routing -> plan, traffic -> lanes or groups
+    planner  placement      routing -> plan, traffic -> lanes or groups | loads -> owners of experts
     rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection
     testbed                 hosts with rate-limited NICs in namespaces of one machine
@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING, Any
 from fusco.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fusco import fsdp as fsdp, offload as offload, rails as rails, schedule as schedule
+    from fusco import (
+        fsdp as fsdp,
+        offload as offload,
+        placement as placement,
+        rails as rails,
+        schedule as schedule,
+    )
     from fusco.api.communicator import Communicator as Communicator
     from fusco.api.functional import all_to_all as all_to_all
     from fusco.api.handle import Dispatched as Dispatched, Handle as Handle
@@ -77,7 +83,13 @@ _MODULE_TO_NAMES = {
 }
 _NAME_TO_MODULE = {name: module for module, names in _MODULE_TO_NAMES.items() for name in names.split()}
 
-_MODULES = ("fsdp", "offload", "rails", "schedule")  # public as modules, loaded when first used like the names above
+_MODULES = (
+    "fsdp",
+    "offload",
+    "placement",
+    "rails",
+    "schedule",
+)  # public as modules, loaded when first used like the names above
 
 __all__ = [*_NAME_TO_MODULE, *_MODULES, "__version__"]  # noqa: PLE0604  the keys are strings
 

@@ -7,10 +7,10 @@ import typer
 from fusco.cli.bench_alltoall import alltoall
 from fusco.cli.bench_host import host
 from fusco.cli.bench_links import offload, rails
-from fusco.cli.bench_planning import balancers, schedule
+from fusco.cli.bench_planning import balance, balancers, schedule
 from fusco.cli.bench_prefill import prefill
 from fusco.cli.bench_shuffle import shuffle
 
 app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
-for _command in (shuffle, alltoall, schedule, host, prefill, rails, offload, balancers):
+for _command in (shuffle, alltoall, schedule, host, prefill, rails, offload, balancers, balance):
     app.command()(_command)

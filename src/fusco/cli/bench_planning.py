@@ -1,8 +1,8 @@
-"""``fusco bench schedule`` and ``fusco bench balancers``: how good plans are, and the time it takes to find them."""
+"""``fusco bench schedule``, ``balancers`` and ``balance``: how good plans are, and the time it takes to find them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,12 @@ from rich.progress import track
 
 from fusco.bench import names
 from fusco.cli import options
-from fusco.cli.reports import report, table_of
+from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable, describe_origin
 
 if TYPE_CHECKING:
+    from fusco.bench.balance import BalanceRecord
     from fusco.bench.balancers import BalancerRecord
     from fusco.bench.schedule import ScheduleRecord
 
@@ -102,3 +103,88 @@ def _balancer_table(records: Sequence[BalancerRecord], num_draws: int) -> Result
         f"rows of the busiest rank over the bound, {loads}, medians of {num_draws} draws; gain over send-and-receive"
     )
     return table_of(records, title, columns, left=left, section=lambda record: record.nodes)
+
+
+def balance(
+    trace: options.TraceFile = None,
+    trace_key: options.TraceKey = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between them.")] = "8,16,32,64",
+    spare_places: Annotated[int, typer.Option(min=0, max=64, help="Places for copied experts on each rank.")] = 2,
+    layer: Annotated[int | None, typer.Option(min=0, help="Layer of the trace. Default: all.")] = None,
+    num_experts: Annotated[
+        int | None, typer.Option(min=1, max=1 << 14, help="Experts. Default: 128, or as many as the trace names.")
+    ] = None,
+    expert_bytes: Annotated[int, typer.Option(min=1, help="Bytes of an expert's weights.")] = 9_437_184,
+    link_gbs: Annotated[float, typer.Option(min=1e-3, help="GB/s at which a rank receives copies.")] = 50.0,
+    row_us: Annotated[float, typer.Option(min=1e-6, help="Time of a row in an expert, in us.")] = 0.0189,
+    hidden_copies: Annotated[
+        bool, typer.Option("--hidden-copies/--costly-copies", help="Copies cost nothing, or their time on the link.")
+    ] = True,
+    json: options.JsonFile = None,
+) -> None:
+    """Show how unequal ranks' work is in real routing, and what copies of busy experts, planned for the batch, leave.
+
+    Experts are on consecutive ranks, and the batch is the whole trace. Defaults of bytes and times are those of
+    Qwen3-30B-A3B, computed for 50 GB/s and 500 TFLOP/s.
+    """
+    from fusco.bench.balance import Costs, measure_balance
+    from fusco.bench.inputs.traffic import Trace
+    from fusco.placement import Balance
+
+    traces = Trace.load_all(trace, trace_key) if layer is None else [Trace.load(trace, trace_key, layer)]
+    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
+    named = max(int(each.topk_idx.max(initial=0)) for each in traces) + 1
+    experts = num_experts or (128 if trace is None else named)
+    for each in traces:
+        each.check(experts, each.topk_idx.shape[1])
+    costs = Costs(expert_bytes, link_gbs, row_us)
+    wanted = Balance(spare_places, rows_per_copy=0.0 if hidden_copies else costs.copy_us / row_us)
+    console, first = new_console(json), 0 if layer is None else layer
+    measuring = measure_balance(traces, sizes, experts, wanted, costs, first)
+    total = len(traces) * len(sizes)
+    records = list(track(measuring, "planning", total, auto_refresh=False, console=console, transient=True))
+    report(records, [_balance_table(records)], console, json)
+
+
+def _number_of_ranks(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"--ranks has numbers of ranks, got {text!r}")
+    return int(text)
+
+
+def _balance_table(records: Sequence[BalanceRecord]) -> ResultTable:
+    one = records[0]
+    by_ranks = [list(group) for _, group in groupby(records, key=lambda record: record.ranks)]
+
+    def over_layers(name: str, form: str) -> Callable[[list[BalanceRecord]], str]:
+        def cell(of: list[BalanceRecord]) -> str:
+            values = sorted(getattr(record, name) for record in of)
+            return f"{values[len(values) // 2]:{form}} {values[-1]:{form}}"
+
+        return cell
+
+    columns: tuple[Column, ...] = (
+        ("ranks", lambda of: f"{of[0].ranks}"),
+        ("before", over_layers("busiest_over_mean_before", ".2f")),
+        ("after", over_layers("busiest_over_mean_after", ".3f")),
+        ("experts copied\na rank", over_layers("experts_copied_per_rank", ".2f")),
+        ("copies\nms", over_layers("copy_ms", ".2f")),
+        ("MB moved", lambda of: f"{max(record.bytes_moved for record in of) / 1e6:,.0f}"),
+        ("plan\nus", over_layers("plan_us", ".0f")),
+        ("break-even\ntokens", _break_even),
+    )
+    title = (
+        f"rows of the busiest rank over the mean, {one.trace.partition(',')[0]}: {one.num_tokens} tokens, "
+        f"{one.spare_places} spare places a rank"
+    )
+    notes = (
+        "median and most of all layers; break-even: tokens of all ranks from which on copies that nothing hides pay, "
+        "median",
+        describe_origin(one, 1, ("numba",)),
+    )
+    return table_of(by_ranks, title, columns, notes)
+
+
+def _break_even(of: list[BalanceRecord]) -> str:
+    known = sorted(record.break_even_tokens for record in of if record.break_even_tokens is not None)
+    return f"{known[len(known) // 2]:,}" if known else "-"

@@ -89,11 +89,13 @@ def _warm_up_cpu(console: Console) -> None:
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.cuda.repeated_calls import warm_up_repeated_calls
     from fusco.integrations.checked_ids import warm_up_checked_ids
+    from fusco.placement import warm_up as warm_up_placement
     from fusco.planner.balancer import warm_up_balancers
     from fusco.schedule import warm_up as warm_up_scheduler
 
     of_node = (warm_up_cpu, warm_up_node_memory, warm_up_repeated_calls)
-    for compile_them in (*of_node, warm_up_balancers, warm_up_scheduler, warm_up_checked_ids):
+    planning = (warm_up_balancers, warm_up_scheduler, warm_up_placement)
+    for compile_them in (*of_node, *planning, warm_up_checked_ids):
         compile_them()
     console.print(f"CPU kernels: {cpu_cache_folder().describe()}", highlight=False, soft_wrap=True)
 

@@ -17,6 +17,7 @@ from command_line import ROOT
 from rich.console import Console
 
 from fusco.bench.alltoall import ExchangeRecord
+from fusco.bench.balance import BalanceRecord
 from fusco.bench.balancers import BalancerRecord
 from fusco.bench.explain import Balance, CarriedBytes, PlanRecord, RankLoad, ShuffleRecord as SegmentsRecord
 from fusco.bench.host.times import HostRecord
@@ -191,6 +192,9 @@ TABLES = {
             [wide(BalancerRecord, balancer=name, nodes=16, ranks_per_node=8) for name in ("lanes", "send-and-receive")],
             1000,
         )
+    ),
+    "balance of experts": lambda console: console.print(
+        bench_planning._balance_table([wide(BalanceRecord, ranks=each, trace="a, layer 0") for each in (8, 64)])
     ),
     "host": print_host,
     "offload": print_offload,

@@ -38,7 +38,16 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | None, key: str | None, layer: int) -> Trace:
-        """Read one layer of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
+        """Read one layer of a trace; see ``load_all``."""
+        layers = cls.load_all(path, key)
+        if not 0 <= layer < len(layers):
+            name = layers[0].name.partition(",")[0] if layers else path
+            raise ValueError(f"{name} has layers 0 to {len(layers) - 1}, not {layer}")
+        return layers[layer]
+
+    @classmethod
+    def load_all(cls, path: Path | None, key: str | None) -> list[Trace]:
+        """Read all layers of a trace: an npz or npy file of expert ids, (tokens, layers, topk) or (tokens, topk).
 
         Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
         if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
@@ -49,11 +58,10 @@ class Trace:
             ids = ids[:, None, :]
         if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{source.name} holds {ids.dtype} {ids.shape}, not ids as (tokens, layers, topk)")
-        if not 0 <= layer < ids.shape[1]:
-            raise ValueError(f"{source.name} has layers 0 to {ids.shape[1] - 1}, not {layer}")
         if ids.size and int(ids.max()) > np.iinfo(np.int64).max:
             raise ValueError(f"{source.name} names expert {ids.max()}, more than int64 holds")
-        return cls(ids[:, layer].astype(np.int64), f"{source.stem}{f':{key}' if key else ''}, layer {layer}")
+        name = f"{source.stem}{f':{key}' if key else ''}"
+        return [cls(ids[:, layer].astype(np.int64), f"{name}, layer {layer}") for layer in range(ids.shape[1])]
 
     def check(self, num_experts: int, num_topk: int) -> None:
         """Raise ``ValueError`` unless it can be replayed with this many experts, and this many per token."""

@@ -1,0 +1,285 @@
+"""The plan of one batch: experts that are copied to spare places, and the rows that each copy computes.
+
+Rows of an expert go to its home, and what is too much there to copies on other ranks. Every rank knows the rows of all
+experts before any row moves, so every rank computes the same plan.
+
+Shapes: E experts, R ranks, C copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fusco.core.compiled import compiled
+from fusco.core.integers import check_integer
+
+IntArray = npt.NDArray[np.int64]
+_NUM_CAPS = 12  # tried between the aim and the busiest rank of today
+_NUM_WAYS = 4  # of `_hold`
+_NUM_BISECTIONS = 5  # between the least of them that can be held and the one before it
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a plan may do about a batch in which ranks have different numbers of rows.
+
+    Args:
+        spare_places: places for copied experts on each rank.
+        tolerance: the plan copies no more experts once the busiest rank has at most this share above the mean.
+        rows_per_copy: what it costs to copy an expert, in rows that an expert computes in that time. An expert is not
+            copied where this exceeds what the busiest rank is spared. The default, 0, is for copies that are hidden.
+    """
+
+    spare_places: int
+    tolerance: float = 0.02
+    rows_per_copy: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_integer("spare_places", self.spare_places, least=0)
+        for name in ("tolerance", "rows_per_copy"):
+            if not 0 <= (value := getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Copies of one batch: expert ``experts[i]`` is copied to rank ``ranks[i]``, which computes ``rows[i]`` rows.
+
+    Attributes:
+        experts, ranks, rows: int64 (C,), in the order in which they were chosen. No rank has an expert twice.
+        loads: int64 (R,), the rows of each rank with these copies.
+        loads_before: int64 (R,), the rows of each rank without copies.
+        limit: why the busiest rank has more than the tolerance: no rank with a spare place has room (``"places"``), or
+            copies cost more than they save (``"copies"``); empty if it has not.
+    """
+
+    experts: IntArray
+    ranks: IntArray
+    rows: IntArray
+    loads: IntArray
+    loads_before: IntArray
+    limit: Literal["", "places", "copies"]
+
+    @cached_property
+    def busiest_over_mean(self) -> float:
+        """Rows of the busiest rank over the mean of all ranks; 1 for a batch without rows."""
+        return _over_mean(self.loads)
+
+    @cached_property
+    def busiest_over_mean_before(self) -> float:
+        """The same without copies."""
+        return _over_mean(self.loads_before)
+
+
+def plan_batch(
+    rows: npt.ArrayLike,
+    expert_to_rank: npt.ArrayLike,
+    num_ranks: int,
+    balance: Balance,
+    ranks_per_node: int | None = None,
+) -> BatchPlan:
+    """Plan which experts are copied where, from the rows of each expert.
+
+    The busiest rank gives rows of its largest expert to the rank of least room that takes the whole surplus, on its own
+    node if there is one; else as many as possible to the rank of most room; until no rank exceeds a cap. Where places
+    do not suffice, ranks give in the opposite order, or always to the rank of most room. Of several caps, the plan
+    keeps the one with the fewest rows on the busiest rank, plus ``rows_per_copy`` for each copy that a rank sends or
+    receives (the most of any rank).
+
+    Args:
+        rows: (E,), rows of all ranks for each expert.
+        expert_to_rank: (E,), the home of each expert.
+        num_ranks: R.
+        balance: spare places and costs.
+        ranks_per_node: consecutive ranks that reach each other's memory; by default all.
+
+    Raises:
+        ValueError: if shapes, counts or ranks are not as above.
+
+    Two ranks of two experts. Half of the surplus of rank 0 is all that rank 1 must take:
+
+    >>> plan = plan_batch([50, 30, 10, 10], [0, 0, 1, 1], num_ranks=2, balance=Balance(spare_places=1, tolerance=0))
+    >>> plan.experts.tolist(), plan.ranks.tolist(), plan.rows.tolist(), plan.loads.tolist()
+    ([0], [1], [30], [50, 50])
+    """
+    counts, homes = np.asarray(rows, dtype=np.int64), np.asarray(expert_to_rank, dtype=np.int64)
+    check_integer("num_ranks", num_ranks, least=1)
+    ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    check_integer("ranks_per_node", ranks_per_node, least=1, most=num_ranks)
+    if counts.ndim != 1 or counts.shape != homes.shape:
+        raise ValueError(f"rows and expert_to_rank need one entry per expert, got {counts.shape} and {homes.shape}")
+    if counts.min(initial=0) < 0:
+        raise ValueError(f"expert {counts.argmin()} has {counts.min()} rows")
+    if homes.size and not 0 <= homes.min() <= homes.max() < num_ranks:
+        wrong = int(np.flatnonzero((homes < 0) | (homes >= num_ranks))[0])
+        raise ValueError(f"expert {wrong} is on rank {homes[wrong]}, but there are {num_ranks} ranks")
+    before = np.bincount(homes, weights=counts, minlength=num_ranks).astype(np.int64)
+    aim = max(-(-int(before.sum()) // num_ranks), int(before.sum() * (1 + balance.tolerance) / num_ranks))
+    order = np.argsort(homes, kind="stable")
+    first = np.searchsorted(homes[order], np.arange(num_ranks + 1))
+    copies, loads = np.empty((num_ranks * balance.spare_places, 3), dtype=np.int64), np.empty_like(before)
+    places, has = np.full(num_ranks, balance.spare_places), np.zeros((0, num_ranks), dtype=np.bool_)
+    givers = Givers(counts, order, first, before, places, has, ranks_per_node, len(copies))
+    num_copies, is_aim_held = plan_copies(givers, aim, float(balance.rows_per_copy), copies, loads)
+    experts, ranks, moved = copies[:num_copies].T
+    limit: Literal["", "places", "copies"] = ""
+    if loads.max() > aim:
+        limit = "copies" if is_aim_held else "places"
+    return BatchPlan(experts, ranks, moved, loads, before, limit)
+
+
+def _over_mean(loads: IntArray) -> float:
+    total = int(loads.sum())
+    return float(loads.max()) * len(loads) / total if total else 1.0
+
+
+class Givers(NamedTuple):
+    """What is known before experts are copied."""
+
+    rows: IntArray  # (E,)
+    order: IntArray  # (E,), experts by home; those of rank r are [first[r], first[r + 1])
+    first: IntArray  # (R + 1,)
+    loads: IntArray  # (R,), without copies
+    places: IntArray  # (R,), for copies, those that exist included
+    has: npt.NDArray[np.bool_]  # (E, R), the copies that exist; (0, R) if there are none
+    ranks_per_node: int
+    max_new: int  # copies beside those that exist
+
+
+@compiled()
+def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: Any) -> tuple[int, bool]:
+    """Write the cheapest plan into ``best`` (C, 3) and ``loads``; return its C, and whether the aim can be held."""
+    most, copies, held_loads = givers.loads.max(), np.empty_like(best), np.empty_like(loads)
+    loads[:] = givers.loads
+    num_best, least_cost, is_aim_held = 0, float(most), most <= aim
+    cap, failed, held = aim, aim, most  # the greatest cap that no way could hold, the least that one could
+    least_step = max(1.0, aim / 128)
+    for i in range(_NUM_CAPS + _NUM_BISECTIONS):
+        if cap >= most or cap <= 0:
+            break
+        num_ways = _NUM_WAYS if i == 0 or held < most else 1
+        num = _hold(givers, cap, num_ways, copies, held_loads)
+        if num < 0 and num_ways > 1:
+            failed = cap
+        if num >= 0:
+            held, is_aim_held = min(held, cap), is_aim_held or cap == aim
+            cost = held_loads.max() + rows_per_copy * _most_copies(givers, copies[:num])
+            if cost < least_cost:
+                least_cost, num_best = cost, num
+                best[:num], loads[:] = copies[:num], held_loads
+        if rows_per_copy == 0 and held < most:
+            if held <= failed + 1:
+                break
+            cap = (held + failed) // 2
+        else:  # geometrically from the aim to the most
+            cap = max(cap + 1, int(aim + least_step * ((most - aim) / least_step) ** (i / (_NUM_CAPS - 1.0))))
+    return num_best, is_aim_held
+
+
+@compiled()
+def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> int:
+    """Copy experts until no rank has more rows than ``cap``; return how many, or -1 if places do not suffice."""
+    for way in range(num_ways):
+        num = _hold_in_one_way(givers, cap, way % 2 == 0, way >= 2, copies, loads)
+        if num >= 0:
+            return num
+    return -1
+
+
+@compiled()
+def _hold_in_one_way(givers: Any, cap: int, fits: bool, least_first: bool, copies: Any, loads: Any) -> int:  # noqa: FBT001
+    """Try ``_hold``: with the least room that suffices (``fits``) or the most; the least or the most surplus first."""
+    num, num_new, left, places = 0, 0, givers.rows.copy(), givers.places.copy()
+    loads[:] = givers.loads
+    while True:
+        giver = _giver(loads, cap, least_first)
+        if giver < 0:
+            return num
+        mine = givers.order[givers.first[giver] : givers.first[giver + 1]]
+        expert, taker = _known_copy(givers.has, mine, left, loads, places, cap)
+        is_new = taker < 0
+        if is_new:
+            expert = _largest(mine, left)
+            wanted = min(loads[giver] - cap, left[expert])
+            taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted if fits else cap)
+        num_new += is_new
+        moved = min(loads[giver] - cap, left[expert], cap - loads[taker])
+        if taker < 0 or moved <= 0 or num_new > givers.max_new:
+            return -1
+        copies[num, 0], copies[num, 1], copies[num, 2] = expert, taker, moved
+        num += 1
+        left[expert] -= moved
+        loads[giver] -= moved
+        loads[taker] += moved
+        places[taker] -= 1
+
+
+@compiled()
+def _giver(loads: Any, cap: int, least_first: bool) -> int:  # noqa: FBT001
+    """Return the rank with the most rows, or the least of those above the cap; -1 if there is none above it."""
+    giver = loads.argmax()
+    if loads[giver] <= cap:
+        return -1
+    if least_first:
+        for rank in range(len(loads)):
+            if cap < loads[rank] < loads[giver]:
+                giver = rank
+    return giver
+
+
+@compiled()
+def _largest(experts: Any, left: Any) -> int:
+    """Return the expert with the most rows left, -1 of none."""
+    largest = np.int64(-1)
+    for expert in experts:
+        if largest < 0 or left[expert] > left[largest]:
+            largest = expert
+    return largest
+
+
+@compiled()
+def _known_copy(has: Any, experts: Any, left: Any, loads: Any, places: Any, cap: int) -> tuple[int, int]:
+    """Return the expert and rank of the copy, of those that exist, which takes the most rows; -1 twice if none does."""
+    most, best, taker = np.int64(0), np.int64(-1), -1
+    if len(has):
+        for expert in experts:
+            for rank in range(len(loads)):
+                takes = min(left[expert], cap - loads[rank])
+                if has[expert, rank] and places[rank] > 0 and takes > most:
+                    most, best, taker = takes, expert, rank
+    return best, taker
+
+
+@compiled()
+def _taker(loads: Any, places: Any, cap: int, giver: int, ranks_per_node: int, wanted: int) -> int:
+    """Return the rank of least room for ``wanted`` rows, on this node if there is one; else that of most; -1: none."""
+    best, largest, least = -1, -1, np.int64(0)
+    for rank in range(len(loads)):
+        room = cap - loads[rank]
+        if room <= 0 or places[rank] == 0:
+            continue
+        if largest < 0 or room > cap - loads[largest]:
+            largest = rank
+        if room >= wanted:
+            measure = room if rank // ranks_per_node == giver // ranks_per_node else room + cap
+            if best < 0 or measure < least:
+                best, least = rank, measure
+    return best if best >= 0 else largest
+
+
+@compiled()
+def _most_copies(givers: Any, copies: Any) -> int:
+    """Return the most copies that a rank sends or receives."""
+    home = np.empty_like(givers.rows)
+    for rank in range(len(givers.loads)):
+        home[givers.order[givers.first[rank] : givers.first[rank + 1]]] = rank
+    sent, received = np.zeros_like(givers.loads), np.zeros_like(givers.loads)
+    for i in range(len(copies)):
+        sent[home[copies[i, 0]]] += 1
+        received[copies[i, 1]] += 1
+    return max(sent.max(), received.max())
