@@ -84,7 +84,8 @@ class MessageRounds:
         profile.intranode_row_bytes += sum(
             flow.total_bytes for flows in plan.receives_within.values() for flow in flows
         )
-        return self._network.stream.record_event()
+        done: torch.cuda.Event = self._network.stream.record_event()
+        return done
 
     def _round_of(self, flow: Flow) -> int:
         """Return 0 for flows of no stage; else a stage's round, where redistribution runs with the next stage."""

@@ -59,7 +59,8 @@ class SpareEvents:
         """Return an event that exists on the device."""
         if self._spare:
             return self._spare.popleft()
-        return stream.record_event()  # it is made when it is first recorded
+        event: torch.cuda.Event = stream.record_event()  # it is made when it is first recorded
+        return event
 
     def give_back(self, event: torch.cuda.Event) -> None:
         """Keep an event that is not needed any more."""
@@ -117,7 +118,7 @@ class Network:
         if is_captured:
             self._replays.end(stream)
             self.nccl_watchdog.watch_replays(self._replays)
-        done = stream.record_event()
+        done: torch.cuda.Event = stream.record_event()
         if not is_captured:
             self.nccl_watchdog.watch(done.query, stall)
         return done

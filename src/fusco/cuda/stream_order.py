@@ -114,7 +114,8 @@ class StreamOrder:
             return None
         for output in outputs:
             output.record_stream(self._gpu.current_stream())
-        return stream.record_event()
+        done: torch.cuda.Event = stream.record_event()
+        return done
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""

@@ -30,7 +30,8 @@ def play(scene: Scene, folder, order: int = 0, **sizes: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_within_a_node(kind, folder):
-    for order, num_ranks in enumerate((1, 2, 3, 8)):
+    many = (8,) if kind in ("balanced", "ragged with holes", "skewed") else ()  # which take seconds
+    for order, num_ranks in enumerate((1, 2, 3, *many)):
         play(Scene(num_nodes=1, ranks_per_node=num_ranks, kind=kind, seed=order), folder, order)
 
 
@@ -92,10 +93,10 @@ def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, ord
     play(Scene(num_nodes=1, ranks_per_node=3 + order % 2, kind="balanced", seed=order), folder, order, num_sms=1)
 
 
-@pytest.mark.parametrize("max_resident", [2, 80])
+@pytest.mark.parametrize("max_resident", [2, 40])
 def test_few_rows_are_spread_over_all_blocks_of_which_any_may_be_resident(folder, max_resident, monkeypatch):
     """Each warp begins with an item or has none, and takes others only while it waits."""
     monkeypatch.setattr(plan_kernel, "plan_shape", lambda _: (512, 1))
     for order, kind in enumerate(("ragged with holes", "skewed")):
         scene = Scene(num_nodes=1, ranks_per_node=2 + order, kind=kind, seed=order)
-        play(scene, folder, order, num_sms=80, max_resident=max_resident)
+        play(scene, folder, order, num_sms=40, max_resident=max_resident)
