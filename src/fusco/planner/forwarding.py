@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
-
 
 @dataclass(frozen=True)
 class NodeForwarding:
@@ -49,18 +46,3 @@ def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_
     marks = torch.zeros(len(topk_idx), num_parts + 1, dtype=torch.bool, device=topk_idx.device)
     marks.scatter_(1, torch.where(parts < 0, num_parts, parts), True)  # noqa: FBT003
     return marks[:, :num_parts]
-
-
-def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
-    """Plan which tokens a rank with this routing sends to each node.
-
-    ``topk_idx`` is int (num_tokens, num_topk), -1 for none; the result is on the same device.
-
-    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
-    >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))
-    >>> [tokens.tolist() for tokens in plan.node_to_tokens]
-    [[0, 1], [1, 2]]
-    """
-    expert_to_node = placement.membership_table(topology.rank_to_node, topk_idx.device)
-    token_to_node = mark_destinations(topk_idx, expert_to_node, topology.num_nodes)
-    return NodeForwarding(tuple(column.nonzero().squeeze(1) for column in token_to_node.T))
