@@ -60,7 +60,7 @@ class TcpConnections:
                         lower = {peer: tuple(addresses[peer]) for peer in peers if peer < self._rank}
                         self._meet(listener, lower, set(peers) - set(lower))
                     finally:
-                        if not self._is_open:  # the wait was given up meanwhile
+                        if not self._is_open:  # the wait has been given up
                             self.close()
 
                 def stall() -> Stall:

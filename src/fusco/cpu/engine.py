@@ -355,8 +355,6 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
-    watchdog.add_network_probe(lambda: transport.failure)
-    if peers:
-        watchdog.add_poll(transport.poll, transport.awaited_sockets)
+    watchdog.watch_network(transport, {}, polls=bool(peers))
     watchdog.end()
     return transport

@@ -86,8 +86,8 @@ class OffloadSettings:
         relays: the GPUs whose links may be taken, as CUDA numbers them; ``None``: all that NVLink connects, those after
             this one first, as many as the budget allows.
         relays_by: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
-            ``"threads"`` by a kernel (D1). ``"nothing"``: no link is borrowed, but this GPU's is lent to others while
-            its copies do not need it.
+            ``"threads"`` by a kernel (D1). ``"nothing"`` borrows no links, and only lends this GPU's while its own
+            copies do not need it.
         own_link_by: what moves chunks over the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``: they
             take relays only. The last two are for measurements.
         min_bytes: copies of less take the GPU's own link as one ``cudaMemcpyAsync``.

@@ -127,14 +127,14 @@ class SharedLinks:
 
     def _keep(self) -> None:
         """Run ``keep`` again and again, in a thread; say what it raises, each error once."""
-        told = ""
+        warned_of = ""
         while not self._is_ending.wait(_KEEP_S):
             try:
                 self.keep()
             except (OSError, FuscoError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    warnings.warn(f"relays are checked again after an error: {told}", RuntimeWarning, stacklevel=1)
+                if str(error) != warned_of:
+                    warned_of = str(error)
+                    warnings.warn(f"relays are checked again after an error: {warned_of}", RuntimeWarning, stacklevel=1)
 
 
 def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[Links, dict[int, int]]:
