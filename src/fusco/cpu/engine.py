@@ -31,7 +31,7 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.segment_memory import SegmentMemory
+from fusco.cpu.kernels.segment_memory import JoinedSegments
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -273,7 +273,7 @@ class CpuEngine:
                 if rank_schedule is None:
                     self._run(self._exchanges.of_segments(request.send, request.receive, call.profile))
                     return
-                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                ends = list(map(JoinedSegments, request.of_others(self._rank)))
                 own_send, own_receive = request.of_rank(self._rank)
                 own = self._exchanges.of_segments(own_send, own_receive, call.profile)
                 self._run([*self._schedule_tasks(rank_schedule, ends, call), *own])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fusco.core.integers import check_integer
 from fusco.offload.driver import cuda_driver
-from fusco.offload.links import Links, links_board, nvml_links
+from fusco.offload.links import GpuLinks, links_board, nvml_links
 from fusco.offload.mover import MAX_SLOTS
 from fusco.rails.limits import Limits
 
@@ -126,7 +126,7 @@ class Machine:
     """Machine that a copier runs on; tests have their own."""
 
     driver: Any  # a ``CudaDriver`` or what behaves like one
-    links: Callable[[], Links]  # returns the GPUs of this host
+    links: Callable[[], GpuLinks]  # returns the GPUs of this host
     board: Callable[[], Path]  # returns the file of the board
     current_stream: Callable[[int], int]  # returns the handle of the caller's current stream on a device
     has_threads: bool = True  # whether movers run by themselves; otherwise the owner steps them

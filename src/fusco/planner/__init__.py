@@ -6,7 +6,7 @@ owns experts (from each row of the node to all its slots); kernels compute both 
 communication groups from ``traffic``, ``internode`` and ``sending`` order the traffic between nodes. Source: FUSCO
 section 3.3.
 
-Shape symbols, here and in the kernels: T tokens of a rank (``num_tokens``), K top-k (``num_topk``), H hidden, E experts
-(``num_experts``), R ranks (``world_size``), N nodes (``num_nodes``), L ranks of a node (``ranks_per_node``), M rows on
-a node (``num_rows``), P pairs of a rank (``num_pairs``), S slots of a rank (``num_slots``).
+Shape symbols, here and in ``fusco.cpu.kernels``: T tokens of a rank (``num_tokens``), K top-k (``num_topk``), H hidden,
+E experts (``num_experts``), R ranks (``world_size``), N nodes (``num_nodes``), L ranks of a node (``ranks_per_node``),
+M rows on a node (``num_rows``), P pairs of a rank (``num_pairs``), S slots of a rank (``num_slots``).
 """

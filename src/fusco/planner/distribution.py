@@ -12,7 +12,7 @@ import torch
 class NodeRouting:
     """Routing of all tokens whose rows are on a node, by source rank, tokens ascending."""
 
-    # int (num_rows, num_topk); sources of other nodes contribute only the tokens that they send here
+    # int (M, K); sources of other nodes contribute only the tokens that they send here
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None  # floating, of the same shape, or ``None``
     # ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to ``src_to_first_row[s + 1]``
@@ -23,9 +23,9 @@ class NodeRouting:
 class ExpertDistribution:
     """Sources of one rank's expert-major rows. Pairs are in order of (row, k)."""
 
-    pair_to_row: torch.Tensor  # int64 (num_pairs,), row of the node's routing, ascending
-    pair_to_k: torch.Tensor  # int64 (num_pairs,), index among the token's experts
-    pair_to_slot: torch.Tensor  # int64 (num_pairs,), row of the expert-major output
+    pair_to_row: torch.Tensor  # int64 (P,), row of the node's routing, ascending
+    pair_to_k: torch.Tensor  # int64 (P,), index among the token's experts
+    pair_to_slot: torch.Tensor  # int64 (P,), row of the expert-major output
     num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,), rows of each block without padding
     # ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last
     block_to_first_slot: tuple[int, ...]
@@ -52,7 +52,7 @@ def assign_slots(
 
     Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
     of (source rank, token, k). With ``static_rows`` the output has that many rows, and pairs beyond them are dropped.
-    ``local_expert``, int (num_rows, num_topk), is the index among this rank's experts; -1 for none or a remote one.
+    ``local_expert``, int (M, K), is the index among this rank's experts; -1 for none or a remote one.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]

@@ -26,16 +26,16 @@ class NodeForwarding:
 class DeviceForwarding:
     """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows."""
 
-    # int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are undefined
+    # int32 (N, T + 1): the tokens for each node, ascending; entries after them are undefined
     node_to_tokens: torch.Tensor
-    # int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none
+    # int32 (N, T): position of a token among those for a node; -1 for none
     token_to_place: torch.Tensor
 
 
 def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
     """Mark which parts (nodes, or local ranks) need which tokens.
 
-    ``topk_idx`` is (num_tokens, num_topk); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
+    ``topk_idx`` is (T, K); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
     Returns bool (num_tokens, num_parts): the token-node matrix of FUSCO section 3.3.
 
     >>> expert_to_node = torch.tensor([0, 0, 1, 1, -1])

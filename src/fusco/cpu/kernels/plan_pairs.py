@@ -19,9 +19,9 @@ class PlannedPairs:
     """Slots of one rank's pairs, and the ranks of the node that need each row."""
 
     distribution: ExpertDistribution  # see ``ExpertDistribution``
-    # int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``
+    # int64 (M + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``
     row_to_first_pair: torch.Tensor
-    row_to_locals: torch.Tensor  # True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node)
+    row_to_locals: torch.Tensor  # True where a local rank needs a row by the routing, bool (M, L)
 
 
 def plan_pairs(
