@@ -9,14 +9,13 @@ import numpy as np
 
 from fusco.api.memory_size import memory_size_hint
 from fusco.bench.inputs.traffic import Workload
+from fusco.bench.plan_world import plan_cost, plan_world, traffic_of
 from fusco.core.config import Capacity
 from fusco.core.lanes import Lanes
 from fusco.core.topology import Topology
 from fusco.engine.all_to_all import are_lanes_worth_it
 from fusco.planner.balancer import BALANCERS, balance_static
-from fusco.planner.cost import plan_cost
 from fusco.planner.traffic import Traffic
-from fusco.planner.world import plan_world, traffic_of
 from fusco.schedule.cost import CPU_LINKS, schedule_for
 from fusco.schedule.stages import IntArray, lower_bound_bytes
 

@@ -85,9 +85,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         )
         resources.callback(transport.close)
         resources.callback(watchdog.close)  # before the connections that it watches, in whatever thread
-        watchdog.add_network_probe(lambda: transport.failure)
-        watchdog.add_sockets(transport.awaited_sockets)
-        watchdog.add_connections(transport.descriptors)
+        watchdog.watch_network(transport, transport.descriptors, polls=False)
         watchdog.end()
         mesh, closing = Mesh(transport), resources.pop_all()
         return Connections(store_gather, watchdog, transport, mesh, memory, listen_on, secret, closing)

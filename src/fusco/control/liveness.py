@@ -47,7 +47,7 @@ class Liveness:
             if rank in self._memory_maps:
                 raise
             return False
-        return has_ended and rank in self._memory_maps  # else it was closed meanwhile, and may be another file by now
+        return has_ended and rank in self._memory_maps  # else it has been closed, and may be another file by now
 
     def disconnected(self) -> tuple[int, ...]:
         """Return the ranks whose connection has been closed: they are dead, or have closed their communicator."""
@@ -57,7 +57,7 @@ class Liveness:
         for descriptor in connections.values():
             poll.register(descriptor, select.POLLRDHUP)
         closed = {descriptor for descriptor, _ in poll.poll(0)}
-        # Closed meanwhile, descriptors may be those of other files by now.
+        # Descriptors that have been closed may be those of other files by now.
         return tuple(rank for rank, fd in connections.items() if fd in closed and rank in self._connections)
 
     def close(self) -> None:

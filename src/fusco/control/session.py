@@ -192,7 +192,7 @@ class Session:
         of_ranks = self._exchange.exchange_records(
             self.sequence_number, fingerprint, handle, counts, self._profile, attachments
         )
-        if self.broken:  # closed meanwhile, by a signal handler
+        if self.broken:  # a signal handler has closed it
             self._require_usable(fingerprint.operation)
         return of_ranks
 

@@ -19,7 +19,7 @@ from fusco.core.errors import SharedMemoryError, reason_of
 from fusco.core.memory_size import available_memory_bytes
 
 SHARED_MEMORY_DIR = "/dev/shm"  # noqa: S108  the POSIX shared-memory file system of Linux
-# A signal that comes meanwhile makes the kernel give back what a call has reserved, and Python begins the call again:
+# A signal during it makes the kernel give back what a call has reserved, and Python begins the call again:
 # where a timer sends signals a call for all of a large segment would never end. A page of 2 MiB, reserved in 0.5 ms.
 _RESERVED_AT_ONCE = 1 << 21
 _REMEDIES = "max_tokens_per_rank, max_bytes_per_token, or slice_bytes x ring_depth"

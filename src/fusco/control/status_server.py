@@ -1,24 +1,22 @@
 """Server thread of a rank: reports its status to ranks that ask, and receives reports of failures and departures.
 
 It answers whenever its process runs, also while the main thread computes or waits, so a rank that does not answer is
-dead, stopped or unreachable. It costs nothing until a rank asks. Requests are single lines over TCP: a secret that the
-ranks have shared since the communicator was made, then JSON. A line without the secret is not parsed.
+dead, stopped or unreachable. It costs nothing until a rank asks. Requests and answers are JSON, in a ``hello`` by the
+secret that the ranks have shared since the communicator was made. What comes without the secret is not parsed.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
-from fusco.control.line_client import ask_all, is_local_failure
-from fusco.control.line_server import LineServer
+from fusco.control.rank_requests import RequestServer, ask_all, is_local_failure
 
 Address: TypeAlias = tuple[str, int]  # IPv4 address and port of a rank's status server
-_MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a line
+_MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a request
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class StatusServer:
         self._doing = (0, "", "", time.monotonic())
         self.failure_report: FailureReport | None = None
         self.departures: dict[int, str] = {}  # ranks that have left, and why
-        self._server = LineServer(host, self._answer_line)
+        self._server = RequestServer(host, self._secret, self._answer_request)
         self.address = (host, self._server.port)
         self._siblings = set() if siblings is None else siblings
         self._siblings.add(self)
@@ -129,10 +127,7 @@ class StatusServer:
             return {}
         return asdict(self.status)
 
-    def _answer_line(self, line: bytes) -> bytes | None:
-        secret, _, request = line.partition(b" ")
-        if not hmac.compare_digest(secret, self._secret):
-            return None
+    def _answer_request(self, request: bytes) -> bytes | None:
         try:
             return json.dumps(self.answer(json.loads(request))).encode()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -141,8 +136,8 @@ class StatusServer:
     def _request(
         self, addresses: Mapping[int, Address], request: dict[str, Any], timeout_s: float
     ) -> dict[int, bytes | OSError]:
-        line = self._secret + b" " + json.dumps(request).encode() + b"\n"
-        return dict(zip(addresses, ask_all(list(addresses.values()), line, timeout_s), strict=True))
+        outcomes = ask_all(list(addresses.values()), self._secret, json.dumps(request).encode(), timeout_s)
+        return dict(zip(addresses, outcomes, strict=True))
 
 
 def _status_of(outcome: bytes | OSError, address: Address, timeout_s: float) -> Status | NoAnswer | Unasked:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
-import selectors
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+from fusco.control.hello import ClientHello
+from fusco.control.hello_listener import HelloListener, listen_on
+from fusco.control.socket_loop import NOTHING, SocketLoop
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
 
 _RANK = struct.Struct("!q")
 _SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed
-# Unauthenticated connections. Peers authenticate at once, so connections that stay so are not of peers.
-_MAX_UNAUTHENTICATED = 256
-_BACKLOG = 1024  # all peers may connect at once, and foreign clients before them
 _NUM_PROBES = 3
 _MAX_KEEPALIVE_S = 32_767  # more is an error of Linux (MAX_TCP_KEEPIDLE)
 
@@ -25,20 +24,18 @@ _MAX_KEEPALIVE_S = 32_767  # more is an error of Linux (MAX_TCP_KEEPIDLE)
 class TcpConnections:
     """Authenticated connections of one rank to its peers; the relation is symmetric. Sockets never block."""
 
-    def __init__(
-        self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str, purpose: str
-    ) -> None:
+    def __init__(self, store_gather: StoreGather, peers: Sequence[int], host: str, secret: str, purpose: str) -> None:
         """Connect, together with all ranks, to ``peers``: either all ranks have some, or none has.
 
-        Peers reach this rank at ``listen_on``; ``secret``, known to ranks only, authenticates them; ``purpose`` names
+        Peers reach this rank at ``host``; ``secret``, known to ranks only, authenticates them; ``purpose`` names
         the all-gather of addresses. Raises ``OSError`` if the network fails, and as ``StoreGather.wait_until``.
         """
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
-        self._credentials = secret.encode() + _RANK.pack(store_gather.rank)
+        self._secret, self._rank = secret.encode(), store_gather.rank
         if peers:
-            self._connect(store_gather, peers, listen_on, purpose)
+            self._connect(store_gather, peers, host, purpose)
 
     @property
     def descriptors(self) -> dict[int, int]:
@@ -53,19 +50,17 @@ class TcpConnections:
                 _, connection = self._connections.popitem()
                 connection.close()
 
-    def _connect(self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, purpose: str) -> None:
+    def _connect(self, store_gather: StoreGather, peers: Sequence[int], host: str, purpose: str) -> None:
         try:
-            with socket.create_server((listen_on, 0), backlog=_BACKLOG) as listener:
+            with listen_on(host) as listener:
                 addresses = store_gather.all_gather(purpose, listener.getsockname()[:2])
 
                 def connect() -> None:
                     try:
-                        for peer in peers:
-                            if peer < store_gather.rank:
-                                self._connect_to(peer, tuple(addresses[peer]), store_gather.timeout_s)
-                        self._accept_peers(listener, {peer for peer in peers if peer > store_gather.rank})
+                        lower = {peer: tuple(addresses[peer]) for peer in peers if peer < self._rank}
+                        self._meet(listener, lower, set(peers) - set(lower))
                     finally:
-                        if not self._is_open:  # the wait was given up meanwhile
+                        if not self._is_open:  # the wait has been given up
                             self.close()
 
                 def stall() -> Stall:
@@ -83,73 +78,45 @@ class TcpConnections:
             self.close()
             raise
 
-    def _connect_to(self, peer: int, address: tuple[str, int], timeout_s: float) -> None:
-        try:
-            connection = socket.create_connection(address, timeout=timeout_s)
-            self._connections[peer] = connection
-            connection.sendall(self._credentials, socket.MSG_NOSIGNAL)
-        except OSError as error:
-            raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
+    def _meet(self, listener: socket.socket, lower: dict[int, tuple[str, int]], higher: set[int]) -> None:
+        """Connect to lower ranks and accept connections of higher ones until all are there or ``close`` is called."""
 
-    def _accept_peers(self, listener: socket.socket, missing: set[int]) -> None:
-        """Accept connections until every peer has authenticated or ``close`` is called.
+        def answer(request: bytes) -> bytes | None:
+            return b"" if rank_in(request) in higher - self._connections.keys() else None
 
-        Unauthenticated clients may stay connected and idle.
-        """
-        unauthenticated: dict[socket.socket, None] = {}  # the oldest first
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(listener, selectors.EVENT_READ)
-                while missing and self._is_open:
-                    for connection in [key.fileobj for key, _ in selector.select(_SECONDS_BETWEEN_CHECKS)]:
-                        assert isinstance(connection, socket.socket)
-                        if connection is listener:
-                            if (client := self._accept(listener)) is not None:
-                                unauthenticated[client] = None
-                                selector.register(client, selectors.EVENT_READ)
-                            continue
-                        selector.unregister(connection)
-                        del unauthenticated[connection]
-                        peer = self._authenticate(connection)
-                        if peer in missing:
-                            missing.remove(peer)
-                            self._connections[peer] = connection
-                        else:
-                            connection.close()
-                    while len(unauthenticated) > _MAX_UNAUTHENTICATED:
-                        oldest = next(iter(unauthenticated))
-                        del unauthenticated[oldest]
-                        selector.unregister(oldest)
-                        oldest.close()
-        finally:
-            for connection in unauthenticated:
-                connection.close()
+        def keep(request: bytes, connection: socket.socket) -> None:
+            self._connections[rank_in(request)] = connection
 
-    def _accept(self, listener: socket.socket) -> socket.socket | None:
-        try:
-            connection, _ = listener.accept()
-        except ConnectionError:
-            return None  # the client has closed it again
-        # It becomes readable when its credentials are complete, or when the client has closed it.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(self._credentials))
-        return connection
+        def rank_in(request: bytes) -> int:
+            return int(_RANK.unpack(request)[0]) if len(request) == _RANK.size else -1
 
-    def _authenticate(self, connection: socket.socket) -> int:
-        """Return the rank that has connected; -1 without valid credentials."""
-        try:
-            received = connection.recv(len(self._credentials), socket.MSG_DONTWAIT)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        except OSError:
-            return -1
-        secret = self._credentials[: -_RANK.size]
-        if len(received) < len(self._credentials) or not hmac.compare_digest(received[: -_RANK.size], secret):
-            return -1
-        rank: int = _RANK.unpack(received[-_RANK.size :])[0]
-        return rank
+        with SocketLoop() as loop:
+            HelloListener(loop, listener, self._secret, answer, keep)
+            for peer, address in lower.items():
+                with _naming(peer, address):
+                    hello = ClientHello(address, self._secret, _RANK.pack(self._rank))
+                loop.add(hello.connection, partial(self._advance, hello, peer, address))
+            while len(self._connections) < len(lower) + len(higher) and self._is_open:
+                loop.turn(_SECONDS_BETWEEN_CHECKS)
+
+    def _advance(self, hello: ClientHello, peer: int, address: tuple[str, int]) -> int:
+        with _naming(peer, address):
+            if isinstance(advanced := hello.advance(), int):
+                return advanced
+        self._connections[peer] = hello.connection
+        return NOTHING
 
     def _note_failure(self, direction: str, peer: int, error: str) -> None:
         if not self.failure:
             self.failure = f"the network failed to {direction} (rank {peer}): {error}"
+
+
+@contextlib.contextmanager
+def _naming(peer: int, address: tuple[str, int]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"rank {peer} at {address[0]}:{address[1]}: {error}") from error
 
 
 def _keep_alive(connection: socket.socket, timeout_s: float) -> None:

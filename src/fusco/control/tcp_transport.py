@@ -90,7 +90,7 @@ class TcpTransport(TcpConnections):
         return has_moved
 
     def awaited_sockets(self) -> list[int]:
-        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        """Return the sockets that messages wait for, see ``Network``."""
         if not (self._num_receiving or self._num_sending):
             return []
         sockets = [readable(self._peer_to_fd[peer]) for peer, queue in self._receiving.items() if queue]

@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Send and receive without blocking; return whether any bytes moved."""
 
     def awaited_sockets(self) -> list[int] | None:
-        """Return the sockets that messages wait for, see ``Watchdog.add_sockets``."""
+        """Return the sockets that messages wait for, see ``Network``."""
 
     @property
     def unflushed_peers(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
@@ -15,7 +15,7 @@ from fusco.control.status_server import Address, FailureReport, NoAnswer, Status
 from fusco.core.errors import ClosedError, PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
-_PATIENCE = 0.7
+_WAITING = 0.7
 _ASKING = 0.15
 _SETTLING = 0.05
 _REPORTING = 0.05
@@ -53,6 +53,23 @@ class Peer:
     is_on_this_machine: bool
 
 
+class Network(Protocol):
+    """What a watchdog asks of a network; a ``Transport`` is one."""
+
+    @property
+    def failure(self) -> str:
+        """The first error of the network; empty while it works."""
+
+    def poll(self) -> bool:
+        """Progress messages without blocking; return whether any bytes moved."""
+
+    def awaited_sockets(self) -> list[int] | None:
+        """Return the sockets that messages wait for, by ``readable`` and ``writable``.
+
+        ``None`` if they are unknown, so that every wait must poll.
+        """
+
+
 class Watchdog:
     """Waits for peers and finds out which rank is at fault. One per communicator; not thread-safe."""
 
@@ -67,9 +84,8 @@ class Watchdog:
         self._spin_s = spin_s
         self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
         self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
-        self._network_probes: list[Callable[[], str]] = []
-        self._polls: list[Callable[[], bool]] = []
-        self._sockets: list[Callable[[], list[int] | None]] = []
+        self._networks: list[Network] = []
+        self._polled: list[Network] = []  # of these
         self._device_probes: list[Callable[[], Stall | None]] = []
         self._liveness = Liveness({rank: peer.pid for rank, peer in peers.items() if peer.is_on_this_machine})
         self._collective, self._operation = 0, ""
@@ -79,42 +95,25 @@ class Watchdog:
         self._since_loss = self._since_failure = math.inf
         self._interruption = ""
 
-    def add_network_probe(self, failure: Callable[[], str]) -> None:
-        """Add a check of a network: ``failure`` returns its error, or ``""`` while it works.
+    def watch_network(self, network: Network, connections: Mapping[int, int], *, polls: bool) -> None:
+        """Watch a network, which has been connected through this watchdog, and ``connections``, as in ``Liveness``.
 
-        Not an argument of the constructor, as networks connect through a watchdog.
+        Its sockets may end a wait for counters. With ``polls`` every wait progresses its messages.
         """
-        self._network_probes.append(failure)
-
-    def add_connections(self, connections: Mapping[int, int]) -> None:
-        """Watch connections to ranks, too; see ``Liveness``."""
+        self._networks.append(network)
         self._liveness.add_connections(connections)
+        if polls:
+            self._polled.append(network)
 
-    def add_device_probe(self, stall: Callable[[], Stall | None]) -> None:
-        """Add a check of a device: ``stall`` returns the wait that timed out, ``None`` while the device works."""
+    def watch_device(self, stall: Callable[[], Stall | None]) -> None:
+        """Watch a device: ``stall`` returns the wait that timed out, ``None`` while the device works."""
         self._device_probes.append(stall)
-
-    def add_poll(self, poll: Callable[[], bool], sockets: Callable[[], list[int] | None] = lambda: None) -> None:
-        """Add what progresses messages in every wait: ``poll`` never blocks, and returns whether any bytes moved.
-
-        For ``sockets`` see ``add_sockets``.
-        """
-        self._polls.append(poll)
-        self.add_sockets(sockets)
-
-    def add_sockets(self, sockets: Callable[[], list[int] | None]) -> None:
-        """Add sockets that may end a wait for counters.
-
-        ``sockets`` returns those that messages under way wait for, by ``readable`` and ``writable``; ``None`` if they
-        are unknown, so that every wait must poll.
-        """
-        self._sockets.append(sockets)
 
     def poll(self) -> bool:
         """Progress messages without blocking; return whether any bytes moved."""
         has_moved = False
-        for poll in self._polls:
-            has_moved |= poll()
+        for network in self._polled:
+            has_moved |= network.poll()
         return has_moved
 
     def check_device(self) -> None:
@@ -168,7 +167,7 @@ class Watchdog:
     ) -> None:
         """Wait until ``is_ready`` returns True; ``stall`` describes the wait, and is called between pauses only.
 
-        All ``counters``, if given, have their values then, or what ``add_sockets`` named has something to do.
+        All ``counters``, if given, have their values then, or a socket of a network is ready.
         """
         self.progress()
         while not is_ready():
@@ -201,7 +200,7 @@ class Watchdog:
         self._status_server.note(self._collective, self._operation, waiting_for.phase)
         self._check_peers(waiting_for, now)
         self.check_device()
-        if now - self._since_progress > _PATIENCE * self._timeout_s:
+        if now - self._since_progress > _WAITING * self._timeout_s:
             self.find_fault(waiting_for, f"no progress for {now - self._since_progress:.1f} s")
 
     def _check_peers(self, waiting_for: Stall, now: float) -> None:
@@ -294,14 +293,14 @@ class Watchdog:
 
     def _awaited_sockets(self) -> list[int] | None:
         found: list[int] = []
-        for sockets in self._sockets:
-            if (more := sockets()) is None:
+        for network in self._networks:
+            if (more := network.awaited_sockets()) is None:
                 return None
             found += more
         return found
 
     def _network_failure(self) -> str:
-        return next((failure for probe in self._network_probes if (failure := probe())), "")
+        return next((failure for network in self._networks if (failure := network.failure)), "")
 
     def _device_stall(self) -> Stall | None:
         for probe in self._device_probes:

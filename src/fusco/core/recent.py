@@ -9,13 +9,13 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """Dictionary that forgets everything when it would exceed ``max_size`` entries. Lookups cost what a dict's do.
+    """Dictionary that forgets its oldest entry when it would exceed ``max_size``. Lookups cost what a dict's do.
 
     >>> recent = Recent(max_size=2)
     >>> for number in range(3):
     ...     recent[number] = "kept"
     >>> recent
-    {2: 'kept'}
+    {1: 'kept', 2: 'kept'}
     """
 
     def __init__(self, max_size: int = 1024) -> None:
@@ -23,6 +23,6 @@ class Recent(dict[_Key, _Value]):
         self._max_size = max_size
 
     def __setitem__(self, key: _Key, value: _Value) -> None:
-        if len(self) >= self._max_size:
-            self.clear()
+        if len(self) >= self._max_size and key not in self:
+            del self[next(iter(self))]
         super().__setitem__(key, value)

@@ -20,7 +20,7 @@ from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut
-from fusco.cpu.kernels.segment_memory import ContiguousMemory, SegmentMemory
+from fusco.cpu.kernels.segment_memory import ContiguousMemory, JoinedSegments
 from fusco.cpu.memory import CpuMemory
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import in_turn
@@ -28,7 +28,7 @@ from fusco.engine.tasks import Task
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
 # Contiguous, uint8, or segments.
-ByteMemory = torch.Tensor | SegmentMemory
+ByteMemory = torch.Tensor | JoinedSegments
 
 
 class Staging:
@@ -36,9 +36,9 @@ class Staging:
 
     def __init__(self, memories: Sequence[ByteMemory], num_regions: int) -> None:
         """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
-        self._tensors = [None if isinstance(memory, SegmentMemory) else memory for memory in memories]
+        self._tensors = [None if isinstance(memory, JoinedSegments) else memory for memory in memories]
         self._pieces = [
-            memory if isinstance(memory, SegmentMemory) else ContiguousMemory(memory.data_ptr()) for memory in memories
+            memory if isinstance(memory, JoinedSegments) else ContiguousMemory(memory.data_ptr()) for memory in memories
         ]
         self._filled = [0] * num_regions
 
@@ -299,7 +299,7 @@ class Exchanges:
             tasks.append(ReceiveWithin(flows, staging, RingIn(self.memory, peer), slice_bytes, profile))
         for peer, flows in rank_schedule.sends_within.items():
             tasks.append(SendWithin(flows, staging, RingOut(self.memory, peer), slice_bytes))
-        if isinstance(memories[INPUT], SegmentMemory):
+        if isinstance(memories[INPUT], JoinedSegments):
             return tasks
         return [*tasks, CopyOwn(rank_schedule, memories, slice_bytes)]
 
@@ -332,4 +332,4 @@ class Exchanges:
 def _stream(peer: int, segments: Segments) -> tuple[list[Flow], Staging]:
     """Return segments as one flow to or from a rank."""
     pieces = np.array([[INPUT, 0, segments.total_bytes, -1]])
-    return [Flow(peer, -1, pieces)], Staging([SegmentMemory([segments])], num_regions=0)
+    return [Flow(peer, -1, pieces)], Staging([JoinedSegments([segments])], num_regions=0)

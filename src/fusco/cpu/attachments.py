@@ -14,9 +14,8 @@ from fusco.core.lanes import IntArray
 from fusco.core.profile import CallProfile
 from fusco.cpu.kernels.gather_rows import gather_parts
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.forwarding import NodeForwarding
-from fusco.planner.routing import Routing
+from fusco.planner.routing import Routing, routing_bytes_per_row
 
 
 class Attachments:

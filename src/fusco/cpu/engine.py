@@ -31,7 +31,7 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.segment_memory import SegmentMemory
+from fusco.cpu.kernels.segment_memory import JoinedSegments
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -272,7 +272,7 @@ class CpuEngine:
                 if rank_schedule is None:
                     self._run(self._exchanges.of_segments(request.send, request.receive, call.profile))
                     return
-                ends = list(map(SegmentMemory, request.of_others(self._rank)))
+                ends = list(map(JoinedSegments, request.of_others(self._rank)))
                 own_send, own_receive = request.of_rank(self._rank)
                 own = self._exchanges.of_segments(own_send, own_receive, call.profile)
                 self._run([*self._schedule_tasks(rank_schedule, ends, call), *own])
@@ -353,8 +353,6 @@ def _connect_nodes(topology: Topology, connections: Connections) -> Transport:
 
     watchdog.begin(0, "Communicator")
     transport = connecting(connect, "over rails" if has_rails else "over TCP", tuple(peers), watchdog)
-    watchdog.add_network_probe(lambda: transport.failure)
-    if peers:
-        watchdog.add_poll(transport.poll, transport.awaited_sockets)
+    watchdog.watch_network(transport, {}, polls=bool(peers))
     watchdog.end()
     return transport

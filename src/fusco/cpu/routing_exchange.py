@@ -15,10 +15,9 @@ from fusco.core.profile import CallProfile
 from fusco.cpu.attachments import Attachments
 from fusco.cpu.kernels.segment_memory import concatenate
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.cost import routing_bytes_per_row
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import NodeForwarding
-from fusco.planner.routing import Routing
+from fusco.planner.routing import Routing, routing_bytes_per_row
 
 
 class RoutingExchange:

@@ -16,7 +16,7 @@ from fusco.cuda.kernels.abi import address
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
 from fusco.cuda.kernels.plan import PlannedRows
 
-SEVERAL_STREAMS = -1  # the handle of no stream
+SEVERAL_STREAMS = -1  # no stream has this handle
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
 

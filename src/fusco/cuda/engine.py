@@ -125,7 +125,7 @@ class CudaEngine:
                 resources.callback(self._network.close)
             resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle(connections.transport.descriptors)
-            self._watchdog.add_device_probe(self._device_stall)
+            self._watchdog.watch_device(self._device_stall)
             gpu.synchronize()  # the first verb may run on any stream
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
             self._resources = resources.pop_all()

@@ -63,7 +63,7 @@ _LAUNCH = Launch(num_sms=INTERNODE_SMS)
 
 
 class _Summing(NamedTuple):
-    """What all launches of a combine have in common."""
+    """Inputs of every launch of a combine."""
 
     request: CombineRequest[InternodePlan]
     rows: torch.Tensor  # aligned

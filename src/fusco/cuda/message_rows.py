@@ -42,7 +42,7 @@ class MessageRows:
         return self.ticket
 
     def terms_of(self, request: DispatchRequest) -> ForwardingTerms:
-        """Return the terms of a dispatch."""
+        """Return how many rows a dispatch may send to a node, and what happens beyond."""
         static, num_tokens = request.static, request.routing.num_tokens
         limit: int | None = num_tokens
         if static is not None:

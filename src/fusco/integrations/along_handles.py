@@ -93,3 +93,12 @@ class SentHandle:
         if len(parts) == 1:  # which costs less from the second call on
             return (comm.combine(parts[0], self.handle, weights=weights, launch=launch),)
         return comm.combine_all(parts, self.handle, launch=launch)
+
+    def sums_of(
+        self, parts: Sequence[torch.Tensor], launch: Launch, biases: Sequence[torch.Tensor] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sums of the first part plus biases, and those of the second, ``None`` without one."""
+        sums, *of_tokens = self.combine(parts, launch)
+        for each in biases:
+            sums += each
+        return sums, of_tokens[0] if of_tokens else None

@@ -247,10 +247,7 @@ class Buffer:
             if topk_weights is not None:
                 parts.append(topk_weights.float().contiguous())
             biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
-        sums, *of_tokens = sent.combine(parts, launch)
-        for each in biases:
-            sums += each
-        return sums, of_tokens[0] if of_tokens else None, finished(async_finish)
+        return *sent.sums_of(parts, launch, biases), finished(async_finish)
 
     internode_dispatch, internode_combine = dispatch, combine
 

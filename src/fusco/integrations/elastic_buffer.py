@@ -19,7 +19,7 @@ from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.integrations.along_handles import biases_of, require_handle, require_shape
-from fusco.integrations.ep_handle import DispatchRequest, EPHandle
+from fusco.integrations.ep_handle import DispatchSizes, EPHandle
 from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.expert_rows import ExpertRows, ends_in_blocks, in_blocks
 from fusco.integrations.growth import GrowingCommunicators
@@ -193,7 +193,7 @@ class ElasticBuffer:
                     raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
                 kept_idx = topk_idx.clone() if do_handle_copy else topk_idx
                 max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-                asked = DispatchRequest(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
+                asked = DispatchSizes(num_experts, expert_alignment or 1, max_tokens, num_sms, kept_idx)
                 static = self._static_rows(asked) if do_cpu_sync is False else None
             num_local = (handle or asked).num_experts // self.num_ranks  # type: ignore[union-attr]
             require_shape("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats, num_local)
@@ -243,17 +243,14 @@ class ElasticBuffer:
                 parts.append(rows_of_weights(topk_weights.reshape(-1).float(), sent.handle))
             launch = Launch(num_sms=num_sms or handle.num_sms or None)
             biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
-        sums, *of_tokens = sent.combine(parts, launch)
-        for each in biases:
-            sums += each
-        return sums, of_tokens[0] if of_tokens else None, finished(async_with_compute_stream)
+        return *sent.sums_of(parts, launch, biases), finished(async_with_compute_stream)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_UNSUPPORTED):
             _refuse(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _static_rows(self, asked: DispatchRequest) -> StaticRows:
+    def _static_rows(self, asked: DispatchSizes) -> StaticRows:
         if not asked.num_max_tokens_per_rank:
             raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
         alignment, num_local = asked.expert_alignment, asked.num_experts // self.num_ranks
@@ -265,7 +262,7 @@ def _dispatch(
     expert_rows: ExpertRows,
     payloads: list[torch.Tensor],
     topk_weights: torch.Tensor | None,
-    asked: DispatchRequest,
+    asked: DispatchSizes,
     static: StaticRows | None,
     launch: Launch,
 ) -> EPHandle:

@@ -11,8 +11,8 @@ from fusco.integrations.expert_rows import SentRows
 
 
 @dataclass(frozen=True, eq=False)
-class DispatchRequest:
-    """Arguments of a dispatch."""
+class DispatchSizes:
+    """Sizes and routing that a dispatch was asked for."""
 
     num_experts: int  # of all ranks together
     expert_alignment: int  # of the experts' blocks, in rows
@@ -22,7 +22,7 @@ class DispatchRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class EPHandle(DispatchRequest):
+class EPHandle(DispatchSizes):
     """A dispatch; any number of combines and other dispatches along it may use it."""
 
     num_expanded_tokens: int  # rows, with padding

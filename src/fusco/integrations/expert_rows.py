@@ -1,4 +1,4 @@
-"""Tokens sent to their experts on communicators that grow: what adapters of frameworks have in common."""
+"""Tokens sent to their experts on communicators that grow: shared by all framework adapters."""
 
 from __future__ import annotations
 

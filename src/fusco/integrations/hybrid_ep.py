@@ -224,12 +224,11 @@ class HybridEPBuffer:
                 values = probs.reshape(-1).float()
                 require_shape("probs", values, sent.handle.num_rows)
                 parts.append(rows_of_weights(values, sent.handle))
-        sums, *of_tokens = sent.combine(parts, self._combine_launch)
-        if not of_tokens:
+        sums, of_tokens = sent.sums_of(parts, self._combine_launch)
+        if of_tokens is None:
             return sums, None
-        (values,) = of_tokens
-        places = sent.kept.get("places", values.device, lambda: places_of(sent.topk_idx))
-        return sums, scattered(places, values, sent.num_experts).contiguous()
+        places = sent.kept.get("places", of_tokens.device, lambda: places_of(sent.topk_idx))
+        return sums, scattered(places, of_tokens, sent.num_experts).contiguous()
 
     @torch.no_grad()
     def dispatch(
@@ -313,8 +312,8 @@ class HybridEPBuffer:
                 require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
                 parts.append(sent.values_of_pairs(probs[:, self._local(sent)].float()))
                 sent.require_topk_idx()
-        sums, *of_tokens = sent.combine(parts, self._combine_launch)
-        return sums, sent.dense_values(of_tokens[0]) if of_tokens else None
+        sums, values = sent.sums_of(parts, self._combine_launch)
+        return sums, None if values is None else sent.dense_values(values)
 
     def _dispatch_again(
         self,

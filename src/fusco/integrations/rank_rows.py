@@ -78,13 +78,13 @@ class RankRouting(SentHandle):
         return routing.scatter_(1, self.places, value=True)[:, 1:]
 
     def values_of_pairs(self, local_values: torch.Tensor) -> torch.Tensor:
-        """Return those of values (num_rows, num_local_experts) that a row has by expert of its token, else 0."""
+        """Gather each row's value (num_rows, num_local_experts) for its token's experts; 0 elsewhere."""
         columns = self._keep("columns", lambda: (self.places - 1).clamp_(min=0))
         is_other = self._keep("is other", lambda: self.places == 0)
         return local_values.gather(1, columns).masked_fill_(is_other, 0)
 
     def weights_of_tokens(self, probs: torch.Tensor) -> torch.Tensor:
-        """Return those of weights (num_tokens, num_experts) of this rank's tokens that they have: (num_tokens, k)."""
+        """Gather the weights of this rank's tokens for their experts: (num_tokens, k) of (num_tokens, num_experts)."""
         return probs.gather(1, self.require_topk_idx().clamp(min=0))
 
     def dense_values(self, values: torch.Tensor) -> torch.Tensor:

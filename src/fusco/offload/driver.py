@@ -149,7 +149,7 @@ class CudaDriver:
         return (name or b"unknown error").decode() + f" ({code})"
 
     def _call(self, name: str, *arguments: Any, good: int = 0) -> Any:
-        """Return what a function of the driver returns beside its code."""
+        """Call a function of the driver; return its results without the code."""
         code, *made = getattr(self._driver, name)(*arguments)
         if int(code) not in (0, good):
             raise LaunchError(f"{name} failed: {self.error_name(int(code))}")

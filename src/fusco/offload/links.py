@@ -18,7 +18,7 @@ class NvmlError(OSError):
     """NVML is missing or has failed."""
 
 
-class Links:
+class GpuLinks:
     """The GPUs of this host that NVML knows, in the order of their PCI bus ids: the same in every process."""
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Links:
 
 
 @cache
-def nvml_links() -> Links:
+def nvml_links() -> GpuLinks:
     """Return the links of this host; raises ``NvmlError``."""
-    return Links()
+    return GpuLinks()
 
 
-def rails_of_links(links: Links) -> tuple[NamedRail, ...]:
+def rails_of_links(links: GpuLinks) -> tuple[NamedRail, ...]:
     """Return the two rails of each link, one for each direction, at most as many as the board has room for.
 
     >>> from types import SimpleNamespace

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fusco.core.errors import LaunchError, TransportError
 from fusco.offload.driver import CudaDriver
-from fusco.offload.links import Links
+from fusco.offload.links import GpuLinks
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, PathStreams
 from fusco.offload.resources import Resources, relayed_path
 from fusco.offload.settings import RelayBudget
@@ -25,7 +25,7 @@ class RelayHost:
 
     driver: CudaDriver
     context: int
-    links: Links
+    links: GpuLinks
     limits: Limits
     budget: RelayBudget
     mover: Mover

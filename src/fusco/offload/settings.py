@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fusco.core.integers import check_integer
 from fusco.offload.driver import cuda_driver
-from fusco.offload.links import Links, links_board, nvml_links
+from fusco.offload.links import GpuLinks, links_board, nvml_links
 from fusco.offload.mover import MAX_SLOTS
 from fusco.rails.limits import Limits
 
@@ -86,8 +86,8 @@ class OffloadSettings:
         relays: the GPUs whose links may be taken, as CUDA numbers them; ``None``: all that NVLink connects, those after
             this one first, as many as the budget allows.
         relays_by: ``"copy-engines"`` moves chunks between GPUs by copy engines (D2 of FuseLink, Figure 6),
-            ``"threads"`` by a kernel (D1). ``"nothing"``: no link is borrowed, but this GPU's is lent to others while
-            its copies do not need it.
+            ``"threads"`` by a kernel (D1). ``"nothing"`` borrows no links, and only lends this GPU's while its own
+            copies do not need it.
         own_link_by: what moves chunks over the GPU's own link: copy engines (D4), threads (D3), or ``"nothing"``: they
             take relays only. The last two are for measurements.
         min_bytes: copies of less take the GPU's own link as one ``cudaMemcpyAsync``.
@@ -126,7 +126,7 @@ class Machine:
     """Machine that a copier runs on; tests have their own."""
 
     driver: Any  # a ``CudaDriver`` or what behaves like one
-    links: Callable[[], Links]  # returns the GPUs of this host
+    links: Callable[[], GpuLinks]  # returns the GPUs of this host
     board: Callable[[], Path]  # returns the file of the board
     current_stream: Callable[[int], int]  # returns the handle of the caller's current stream on a device
     has_threads: bool = True  # whether movers run by themselves; otherwise the owner steps them

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from fusco.control.threads import limit_now
 from fusco.core.errors import FuscoError
 from fusco.offload.driver import CudaDriver
-from fusco.offload.links import Links, rails_of_links
+from fusco.offload.links import GpuLinks, rails_of_links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, Options
 from fusco.offload.relay import Relay, RelayHost
 from fusco.offload.resources import Resources, direct_path
@@ -101,7 +101,7 @@ class SharedLinks:
         if self.reason:
             raise NoRelayError(self.reason)
 
-    def _register(self, machine: Machine, links: Links, settings: OffloadSettings) -> list[str]:
+    def _register(self, machine: Machine, links: GpuLinks, settings: OffloadSettings) -> list[str]:
         rails, limits = rails_of_links(links), settings.limits
         self._board = Board(machine.board())
         self._ending.callback(self._board.close)
@@ -127,17 +127,17 @@ class SharedLinks:
 
     def _keep(self) -> None:
         """Run ``keep`` again and again, in a thread; say what it raises, each error once."""
-        told = ""
+        warned_of = ""
         while not self._is_ending.wait(_KEEP_S):
             try:
                 self.keep()
             except (OSError, FuscoError) as error:
-                if str(error) != told:
-                    told = str(error)
-                    warnings.warn(f"relays are checked again after an error: {told}", RuntimeWarning, stacklevel=1)
+                if str(error) != warned_of:
+                    warned_of = str(error)
+                    warnings.warn(f"relays are checked again after an error: {warned_of}", RuntimeWarning, stacklevel=1)
 
 
-def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[Links, dict[int, int]]:
+def _find_links(machine: Machine, device: int, settings: OffloadSettings) -> tuple[GpuLinks, dict[int, int]]:
     """Return the links of this host, and by device the link of this GPU and of those that may be its relays."""
     driver: CudaDriver = machine.driver
     count = driver.num_devices()

@@ -74,7 +74,7 @@ class DispatchPlan:
 
     @cached_property
     def weights(self) -> torch.Tensor | None:
-        """Weight of each pair of ``distribution``, in the dtype of the routing: float32 or float64 (num_pairs,)."""
+        """Weight of each pair of ``distribution``, in the dtype of the routing: float32 or float64 (P,)."""
         if self.routing.topk_weights is None:
             return None
         return self.routing.topk_weights[self.distribution.pair_to_row, self.distribution.pair_to_k]

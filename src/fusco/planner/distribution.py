@@ -7,16 +7,12 @@ from functools import cached_property
 
 import torch
 
-from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
-from fusco.planner.forwarding import mark_destinations
-
 
 @dataclass(frozen=True)
 class NodeRouting:
     """Routing of all tokens whose rows are on a node, by source rank, tokens ascending."""
 
-    # int (num_rows, num_topk); sources of other nodes contribute only the tokens that they send here
+    # int (M, K); sources of other nodes contribute only the tokens that they send here
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor | None  # floating, of the same shape, or ``None``
     # ``world_size + 1`` entries; source ``s`` has rows ``src_to_first_row[s]`` to ``src_to_first_row[s + 1]``
@@ -27,9 +23,9 @@ class NodeRouting:
 class ExpertDistribution:
     """Sources of one rank's expert-major rows. Pairs are in order of (row, k)."""
 
-    pair_to_row: torch.Tensor  # int64 (num_pairs,), row of the node's routing, ascending
-    pair_to_k: torch.Tensor  # int64 (num_pairs,), index among the token's experts
-    pair_to_slot: torch.Tensor  # int64 (num_pairs,), row of the expert-major output
+    pair_to_row: torch.Tensor  # int64 (P,), row of the node's routing, ascending
+    pair_to_k: torch.Tensor  # int64 (P,), index among the token's experts
+    pair_to_slot: torch.Tensor  # int64 (P,), row of the expert-major output
     num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,), rows of each block without padding
     # ``num_local_experts + 1`` entries; the first slot of each block, and the end of the last
     block_to_first_slot: tuple[int, ...]
@@ -49,39 +45,14 @@ class ExpertDistribution:
         return is_free.nonzero().squeeze(1)
 
 
-def distribute(
-    routing: NodeRouting,
-    placement: ExpertPlacement,
-    rank: int,
-    expert_alignment: int = 1,
-    static_rows: int | None = None,
-) -> ExpertDistribution:
-    """Assign each (row, k) whose expert is on ``rank`` its slot in the expert-major output.
-
-    Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
-    of (source rank, token, k). This is a stable counting sort by expert, since the rows are already in that order. With
-    ``static_rows`` the output has that many rows, and pairs with a slot beyond them are dropped.
-
-    Example: rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
-
-    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
-    >>> routing = NodeRouting(torch.tensor([[1, 0], [1, 2], [0, -1]]), None, (0, 2, 3))
-    >>> plan = distribute(routing, placement, rank=0)
-    >>> plan.pair_to_row.tolist(), plan.pair_to_k.tolist(), plan.pair_to_slot.tolist()
-    ([0, 0, 1, 2], [0, 1, 0, 0], [2, 0, 3, 1])
-    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot
-    ([2, 2], (0, 2, 4))
-    """
-    local_expert = placement.local_index_table(rank, routing.topk_idx.device)[routing.topk_idx.long()]
-    return assign_slots(local_expert, len(placement.rank_to_experts[rank]), expert_alignment, static_rows)
-
-
 def assign_slots(
     local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
 ) -> ExpertDistribution:
-    """Assign slots by a stable counting sort by expert, as ``distribute``; no other code does.
+    """Assign slots by a stable counting sort by expert, as the kernels ``plan`` and ``plan_pairs`` do, for their tests.
 
-    ``local_expert``, int (num_rows, num_topk), is the index among this rank's experts; -1 for none or a remote one.
+    Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
+    of (source rank, token, k). With ``static_rows`` the output has that many rows, and pairs beyond them are dropped.
+    ``local_expert``, int (M, K), is the index among this rank's experts; -1 for none or a remote one.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
@@ -113,12 +84,3 @@ def assign_slots(
         firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=num_slots)
         num_rows, block_to_first_slot = torch.minimum(num_rows, num_slots - firsts[:-1]), tuple(firsts.tolist())
     return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots)
-
-
-def mark_local_ranks(routing: NodeRouting, placement: ExpertPlacement, topology: Topology, node: int) -> torch.Tensor:
-    """Mark which local ranks of ``node`` need which rows: bool (num_rows, ranks_per_node).
-
-    The holder of a row derives from it which ranks of its node send partial sums in a combine.
-    """
-    expert_to_local = placement.membership_table(topology.locals_of(node), routing.topk_idx.device)
-    return mark_destinations(routing.topk_idx, expert_to_local, topology.ranks_per_node)

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
-
 
 @dataclass(frozen=True)
 class NodeForwarding:
@@ -29,16 +26,16 @@ class NodeForwarding:
 class DeviceForwarding:
     """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows."""
 
-    # int32 (num_nodes, num_tokens + 1): the tokens for each node, ascending; entries after them are undefined
+    # int32 (N, T + 1): the tokens for each node, ascending; entries after them are undefined
     node_to_tokens: torch.Tensor
-    # int32 (num_nodes, num_tokens): position of a token among those for a node; -1 for none
+    # int32 (N, T): position of a token among those for a node; -1 for none
     token_to_place: torch.Tensor
 
 
 def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
     """Mark which parts (nodes, or local ranks) need which tokens.
 
-    ``topk_idx`` is (num_tokens, num_topk); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
+    ``topk_idx`` is (T, K); ``expert_to_part`` a table of ``ExpertPlacement.membership_table``.
     Returns bool (num_tokens, num_parts): the token-node matrix of FUSCO section 3.3.
 
     >>> expert_to_node = torch.tensor([0, 0, 1, 1, -1])
@@ -49,18 +46,3 @@ def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_
     marks = torch.zeros(len(topk_idx), num_parts + 1, dtype=torch.bool, device=topk_idx.device)
     marks.scatter_(1, torch.where(parts < 0, num_parts, parts), True)  # noqa: FBT003
     return marks[:, :num_parts]
-
-
-def plan_forwarding(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
-    """Plan which tokens a rank with this routing sends to each node.
-
-    ``topk_idx`` is int (num_tokens, num_topk), -1 for none; the result is on the same device.
-
-    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
-    >>> plan = plan_forwarding(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))
-    >>> [tokens.tolist() for tokens in plan.node_to_tokens]
-    [[0, 1], [1, 2]]
-    """
-    expert_to_node = placement.membership_table(topology.rank_to_node, topk_idx.device)
-    token_to_node = mark_destinations(topk_idx, expert_to_node, topology.num_nodes)
-    return NodeForwarding(tuple(column.nonzero().squeeze(1) for column in token_to_node.T))

@@ -70,3 +70,8 @@ def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) ->
     return (
         f"topk_idx[{token}, {k}] = {expert_id} is not an expert: ids go from 0 to {num_experts - 1}, and -1 means none"
     )
+
+
+def routing_bytes_per_row(num_topk: int, weight_bytes: int) -> int:
+    """Return the bytes of routing that are sent for one row: an int32 id and a weight for each of its experts."""
+    return num_topk * (4 + weight_bytes)

@@ -1,4 +1,4 @@
-"""Several NICs as one link (FuseLink): messages over all idle NICs of a host, which go back when their owners send."""
+"""Several NICs as one link (FuseLink): messages use a host's idle NICs until their owners need them."""
 
 from fusco.rails.address import Address as Address
 from fusco.rails.channel import Channel as Channel

@@ -17,6 +17,7 @@ from fusco.control.machine_calls import address_of, yield_words
 from fusco.control.status_server import StatusServer
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
+from played_network import PlayedNetwork
 
 AT_ONCE_S = 5.0  # limit of what takes microseconds, on a loaded machine
 STALL = Stall("waiting", (), "a counter", "none")
@@ -139,7 +140,7 @@ def test_a_network_whose_sockets_are_unknown_is_polled_in_every_wait(memory):
             flags.store(0, 5)
         return False
 
-    watchdog.add_poll(poll)
+    watchdog.watch_network(PlayedNetwork(poll=poll), {}, polls=True)
     began = time.monotonic()
     try:
         watchdog.wait_until(lambda: flags.load(0) >= 5, lambda: STALL, counters_of(memory, 5))

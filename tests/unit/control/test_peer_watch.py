@@ -12,6 +12,7 @@ from watched_ranks import Ranks
 from fusco.control.peer_watch import PeerWatch
 from fusco.control.status_server import FailureReport
 from fusco.control.watchdog import Watchdog
+from played_network import PlayedNetwork
 
 LIMIT_S = 0.05
 TRIES = 3  # this machine may be loaded
@@ -71,7 +72,7 @@ def test_a_death_or_a_report_releases_the_device_within_50_ms(befall):
 def test_a_closed_connection_releases_the_device(ranks):
     ours, theirs = socket.socketpair()
     watched = Watched(ranks)
-    watched.watchdog.add_connections({2: ours.fileno()})
+    watched.watchdog.watch_network(PlayedNetwork(), {2: ours.fileno()}, polls=False)
     assert watched.seconds_to_release(theirs.close) < SOON_S
     ours.close()
 
@@ -115,7 +116,7 @@ def test_ranks_of_other_machines_are_told_of_a_closed_connection(ranks):
         ranks.peers[rank] = replace(ranks.peers[rank], is_on_this_machine=False)
     ours, theirs = socket.socketpair()
     watched = Watched(ranks)
-    watched.watchdog.add_connections({1: ours.fileno()})
+    watched.watchdog.watch_network(PlayedNetwork(), {1: ours.fileno()}, polls=False)
     watched.seconds_to_release(theirs.close)
     assert ranks.others[1].failure_report.reason == "rank 1 is dead or has left: its connection is closed"
     ours.close()
@@ -124,7 +125,7 @@ def test_ranks_of_other_machines_are_told_of_a_closed_connection(ranks):
 def test_a_rank_both_dead_and_disconnected_is_named_once(ranks):
     ours, theirs = socket.socketpair()
     watched = Watched(ranks)
-    watched.watchdog.add_connections({1: ours.fileno()})
+    watched.watchdog.watch_network(PlayedNetwork(), {1: ours.fileno()}, polls=False)
 
     def end():
         ranks.kill(1)

@@ -1,15 +1,19 @@
 """A status server answers with its secret only, keeps the first failure report, separates silent from dead ranks."""
 
 import errno
+import itertools
 import json
 import resource
 import socket
+import struct
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import pytest
 
+from fusco.control.hello import CHALLENGE_BYTES, NONCE_BYTES, TAG_BYTES, tag_of
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, Unasked
 
 HOST = "127.0.0.1"
@@ -57,15 +61,23 @@ def deaf():
         yield (HOST, server.getsockname()[1])
 
 
-def send(address, line):
-    """Send bytes to a status server and return its answer."""
+def signed(challenge, secret, request, role=b"client"):
+    """The client's message of a hello."""
+    nonce = bytes(NONCE_BYTES)
+    tag = tag_of(secret, role, challenge[-NONCE_BYTES:] + nonce, request)
+    return nonce + struct.pack("!I", len(request)) + request + tag
+
+
+def send(address, message):
+    """Send bytes to a status server, or what ``message`` makes of its challenge, and return its answer."""
     with socket.create_connection(address, timeout=LIMIT_S) as connection:
         try:
-            connection.sendall(line)
+            challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+            connection.sendall(message(challenge) if callable(message) else message)
             connection.shutdown(socket.SHUT_WR)
             return connection.makefile("rb").read()
         except ConnectionError:
-            return b""  # the server closed the connection, as the line was too long
+            return b""  # the server closed the connection, as the message was too long
         except OSError as error:
             if error.errno == errno.ENOTCONN:
                 return b""
@@ -97,14 +109,55 @@ REQUEST = {"failure": {"peers": [1], "reason": "", "found_by": 0, "has_left": Tr
 
 
 def test_the_secret_gets_an_answer(peer):
-    assert json.loads(send(peer.address, b"secret " + json.dumps(REQUEST).encode() + b"\n")) == {}
+    answer = send(peer.address, lambda challenge: signed(challenge, b"secret", json.dumps(REQUEST).encode()))
+    assert answer[4:-TAG_BYTES] == b"{}"
     assert peer.failure_report == FailureReport((1,), "", 0, has_left=True)
+
+
+def test_a_recorded_request_is_refused(peer):
+    recorded = []
+
+    def record(challenge):
+        recorded.append(signed(challenge, b"secret", b'{"ask": "status"}'))
+        return recorded[0]
+
+    assert send(peer.address, record) != b""
+    assert send(peer.address, recorded[0]) == b""
+
+
+def test_a_message_of_the_server_is_no_request(peer):
+    request = json.dumps(REQUEST).encode()
+    assert send(peer.address, lambda challenge: signed(challenge, b"secret", request, role=b"server")) == b""
+    assert peer.failure_report is None
+
+
+def test_the_secret_does_not_travel_and_an_impostor_is_not_believed(status_server):
+    received = []
+
+    def play():
+        connection, _ = impostor.accept()
+        with connection:
+            connection.settimeout(LIMIT_S)
+            connection.sendall(b"FUSCOCT1" + bytes(NONCE_BYTES))
+            received.append(connection.recv(1000))
+            status = b'{"collective": 9, "operation": "combine #9", "phase": "start", "seconds": 0.0}'
+            connection.sendall(struct.pack("!I", len(status)) + status + bytes(TAG_BYTES))
+
+    with socket.create_server((HOST, 0)) as impostor:
+        thread = threading.Thread(target=play)
+        thread.start()
+        answer = status_server.ask({3: impostor.getsockname()[:2]}, LIMIT_S)[3]
+        thread.join()
+    assert isinstance(answer, NoAnswer)
+    assert "does not know the secret" in answer.reason
+    assert b"secret" not in received[0]
 
 
 @pytest.mark.parametrize("secret", [b"", b"wrong", b"secretly", b"secre", b"\xff", b"SECRET"])
 @pytest.mark.parametrize("request_", [{"ask": "status"}, REQUEST, {"departure": {"rank": 1, "reason": "left"}}])
 def test_a_wrong_secret_gets_nothing_and_does_nothing(peer, secret, request_):
-    assert send(peer.address, secret + b" " + json.dumps(request_).encode() + b"\n") == b""
+    request = json.dumps(request_).encode()
+    assert send(peer.address, lambda challenge: signed(challenge, secret, request)) == b""
     assert peer.failure_report is None
     assert not peer.departures
 
@@ -117,7 +170,7 @@ def test_a_status_server_of_another_communicator_gets_nothing(peer):
 
 
 @pytest.mark.parametrize(
-    "line",
+    "message",
     [
         b"",
         b"\n",
@@ -125,18 +178,27 @@ def test_a_status_server_of_another_communicator_gets_nothing(peer):
         b"GET / HTTP/1.1\r\n\r\n",
         b"[1]\n",
         b"7\n",
-        b"secret\n",
-        b'secret {"failure": {}}\n',
-        b'secret {"failure": 7}\n',
-        b'secret {"departure": 7}\n',
-        b"secr\xc3\xa9t {}\n",
-        b"[" * 50_000 + b"\n",
-        b"secret " + b"[" * 50_000 + b"\n",
         b"x" * 100_000,
+        bytes(NONCE_BYTES) + b"\xff" * 100,
+        bytes(NONCE_BYTES + 100),
+        *(
+            partial(signed, secret=b"secret", request=request)
+            for request in (
+                b"",
+                b"secret",
+                b'{"failure": {}}',
+                b'{"failure": 7}',
+                b'{"departure": 7}',
+                b"\xc3",
+                b"[" * 50_000,
+                b" " * 70_000,
+            )
+        ),
     ],
+    ids=itertools.count(),
 )
-def test_invalid_bytes_do_no_harm(status_server, peer, line, capfd):
-    assert send(peer.address, line) == b""
+def test_invalid_bytes_do_no_harm(status_server, peer, message, capfd):
+    assert send(peer.address, message) == b""
     assert peer.failure_report is None
     assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
     assert capfd.readouterr().err == ""
@@ -147,14 +209,15 @@ def test_idle_foreign_clients_take_no_threads_and_delay_no_answer(status_server,
     with ExitStack() as stack:
         for _ in range(600):
             foreign = socket.create_connection(peer.address, timeout=LIMIT_S)
-            stack.enter_context(foreign).sendall(b"secr")
+            stack.enter_context(foreign).sendall(b"half")
         assert isinstance(status_server.ask({3: peer.address}, LIMIT_S)[3], Status)
         assert threading.active_count() == num_threads
 
 
 def test_the_connection_of_an_idle_client_is_closed_after_a_time(peer, monkeypatch):
-    monkeypatch.setattr("fusco.control.line_server._CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("fusco.control.rank_requests._CLIENT_TIMEOUT_S", 0.2)
     with socket.create_connection(peer.address, timeout=LIMIT_S) as foreign:
+        foreign.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
         foreign.sendall(b"secret")
         assert foreign.recv(1) == b""
 

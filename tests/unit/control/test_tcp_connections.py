@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -10,9 +11,18 @@ from contextlib import ExitStack, closing
 import pytest
 from meshes import LIMIT_S, SECRET, connecting_waits_by, exchange, mesh_of, transport_of
 
+from fusco.control.hello import CHALLENGE_BYTES, NONCE_BYTES, TAG_BYTES, tag_of
+from fusco.control.threads import in_thread
 from fusco.control.transport import Mesh
 from fusco.core.errors import PeerFailureError, TransportError
 from store_gathers import on_ranks
+
+
+def introduction(challenge, secret, rank):
+    """What a rank answers to a challenge."""
+    nonce, request = bytes(NONCE_BYTES), struct.pack("!q", rank)
+    tag = tag_of(secret, b"client", challenge[-NONCE_BYTES:] + nonce, request)
+    return nonce + struct.pack("!I", len(request)) + request + tag
 
 
 def test_only_peers_connect():
@@ -76,7 +86,8 @@ def test_of_several_peers_the_one_that_does_not_connect_is_named():
                 tuple(store_gather.all_gather("TCP mesh", silent.getsockname()[:2])[1])
             ) as connection,
         ):
-            connection.sendall(SECRET.encode() + bytes(7) + b"\x02")
+            challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+            connection.sendall(introduction(challenge, SECRET.encode(), rank=2))
             time.sleep(1.0)  # and never connects to rank 0
             return None
 
@@ -102,16 +113,21 @@ def test_a_peer_that_refuses_is_named_with_its_address():
 
 
 def test_a_connection_made_after_the_wait_has_failed_is_closed(monkeypatch):
-    connect, may_connect = socket.create_connection, threading.Event()
+    connect, is_connecting, may_connect = socket.socket.connect, threading.Event(), threading.Event()
 
-    def connect_late(*args, **kwargs):
-        may_connect.wait(LIMIT_S)
-        return connect(*args, **kwargs)
+    class LateSocket(socket.socket):
+        def connect(self, address):
+            is_connecting.set()
+            may_connect.wait(LIMIT_S)
+            self.settimeout(LIMIT_S)  # it is accepted before it is closed
+            connect(self, address)
+            self.settimeout(0)
 
-    monkeypatch.setattr("fusco.control.tcp_connections.socket.create_connection", connect_late)
+    monkeypatch.setattr("fusco.control.hello.socket.socket", LateSocket)
 
     def call(store_gather):
         def give_up(_, stall):
+            is_connecting.wait(LIMIT_S)
             raise PeerFailureError(rank=1, peers=(0,), operation="", stall=stall(), reason="timed out", has_left=False)
 
         connecting_waits_by(store_gather, give_up)
@@ -181,6 +197,50 @@ def test_invalid_credentials_are_rejected(sent):
     assert num_foreign == [1]
 
 
+@pytest.mark.parametrize(("secret", "rank"), [("another" * 5, 1), (SECRET, 0), (SECRET, 7)])
+def test_clients_with_another_secret_or_rank_are_refused(secret, rank):
+    def introduce(address):
+        with socket.create_connection(address, timeout=LIMIT_S) as foreign:
+            challenge = foreign.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+            foreign.sendall(introduction(challenge, secret.encode(), rank))
+            return foreign.recv(1)
+
+    def talk(store_gather):
+        all_gather = store_gather.all_gather
+
+        def all_gather_after_a_foreign_client(stage, value):
+            if store_gather.rank == 0:
+                refused.append(in_thread(lambda: introduce(tuple(value)), "a foreign client"))
+            else:
+                time.sleep(0.2)  # the foreign client is first
+            return all_gather(stage, value)
+
+        store_gather.all_gather = all_gather_after_a_foreign_client
+        with closing(transport_of(store_gather)) as transport:
+            return exchange(Mesh(transport), b"first", [1 - store_gather.rank])
+
+    refused = []
+    assert on_ranks(2, talk) == {0: {1: b"first"}, 1: {0: b"first"}}
+    assert refused[0].result(LIMIT_S) == b""
+
+
+def test_an_impostor_of_a_rank_is_not_connected_to():
+    def come(store_gather):
+        if store_gather.rank == 1:
+            return mesh_of(store_gather)
+        with socket.create_server(("127.0.0.1", 0)) as impostor:
+            impostor.settimeout(LIMIT_S)
+            store_gather.all_gather("TCP mesh", impostor.getsockname()[:2])
+            with impostor.accept()[0] as connection:
+                connection.sendall(b"FUSCOCT1" + bytes(NONCE_BYTES))
+                connection.sendall(struct.pack("!I", 0) + bytes(TAG_BYTES))
+                return b"" if SECRET.encode() not in connection.recv(1000) else "the secret"
+
+    outcomes = on_ranks(2, come)
+    assert outcomes[0] == b""
+    assert "does not know the secret" in str(outcomes[1])
+
+
 def test_the_number_of_unauthenticated_connections_is_bounded():
     num_unauthenticated, closed = 400, []
     with ExitStack() as stack:
@@ -208,6 +268,7 @@ def test_the_number_of_unauthenticated_connections_is_bounded():
                 for foreign in foreign_clients:
                     foreign.setblocking(False)
                     try:
+                        foreign.recv(CHALLENGE_BYTES)
                         closed.append(foreign.recv(1))
                     except BlockingIOError:
                         pass

@@ -7,6 +7,7 @@ from watched_ranks import AT_ONCE_S, LOCAL_DEVICE, SLACK_S, STALL, TIMEOUT_S, fa
 
 from fusco.control.status_server import FailureReport, Unasked
 from fusco.core.errors import PeerFailureError, Stall
+from played_network import PlayedNetwork
 
 
 def test_a_wait_spins_at_first_where_it_may(ranks, clock, monkeypatch):
@@ -34,7 +35,7 @@ def test_messages_are_progressed_in_every_wait_and_restart_its_limit(ranks, cloc
         clock.sleep(0.01)
         return True
 
-    watchdog.add_poll(poll)
+    watchdog.watch_network(PlayedNetwork(poll=poll), {}, polls=True)
     watchdog.wait_until(lambda: clock.slept_s > 1.0, lambda: STALL)
     assert num_polls > 10
 
@@ -100,8 +101,8 @@ def test_a_silent_rank_is_blamed_rather_than_a_late_one(ranks):
 def test_all_ranks_are_asked_at_once_after_a_network_failure(ranks):
     ranks.leave(2)
     watchdog = ranks.watchdog()
-    watchdog.add_network_probe(str)  # another network, which works
-    watchdog.add_network_probe(lambda: "the network failed to send (rank 2)")
+    watchdog.watch_network(PlayedNetwork(), {}, polls=False)  # another network, which works
+    watchdog.watch_network(PlayedNetwork(lambda: "the network failed to send (rank 2)"), {}, polls=False)
     error, seconds = failure_of(watchdog)
     assert error.peers == (2,)
     assert error.reason.startswith("the network failed to send (rank 2); rank 2 is dead or has left")
@@ -129,7 +130,9 @@ def test_a_failure_report_that_comes_during_the_search_precedes_this_ranks_findi
     ranks.deafen(1)
     watchdog = ranks.watchdog()
     report = FailureReport((2,), "rank 2 is dead", found_by=3, has_left=True)
-    watchdog.add_network_probe(lambda: setattr(ranks.local, "failure_report", report) or "the network failed")
+    watchdog.watch_network(
+        PlayedNetwork(lambda: setattr(ranks.local, "failure_report", report) or "the network failed"), {}, polls=False
+    )
     assert failure_of(watchdog)[0].peers == (2,)
 
 

@@ -8,6 +8,7 @@ from watched_ranks import AT_ONCE_S, STALL, leaves
 
 from fusco.control.status_server import FailureReport
 from fusco.core.errors import PeerFailureError, Stall
+from played_network import PlayedNetwork
 
 
 def error_of_check(watchdog):
@@ -26,8 +27,8 @@ def error_of_check(watchdog):
 
 def test_a_check_raises_nothing_where_all_is_well(ranks):
     watchdog = ranks.watchdog()
-    watchdog.add_network_probe(str)
-    watchdog.add_device_probe(lambda: None)
+    watchdog.watch_network(PlayedNetwork(), {}, polls=False)
+    watchdog.watch_device(lambda: None)
     for _ in range(60):
         watchdog.check()
         time.sleep(0.001)
@@ -47,7 +48,7 @@ def test_a_check_names_the_dead(ranks):
 
 def test_a_check_says_which_wait_of_the_device_ended(ranks):
     watchdog = ranks.watchdog()
-    watchdog.add_device_probe(lambda: STALL)
+    watchdog.watch_device(lambda: STALL)
     ranks.kill(1)
     error, _ = error_of_check(watchdog)
     assert (error.peers, error.stall) == ((1,), STALL)
@@ -56,7 +57,7 @@ def test_a_check_says_which_wait_of_the_device_ended(ranks):
 def test_a_check_blames_a_silent_rank_for_a_wait_of_the_device_that_timed_out(ranks):
     ranks.deafen(3)
     watchdog = ranks.watchdog()
-    watchdog.add_device_probe(lambda: STALL)
+    watchdog.watch_device(lambda: STALL)
     error, _ = error_of_check(watchdog)
     assert error.peers == (3,)
     assert error.reason.startswith("a wait of the device ended without what it waited for; rank 3 does not answer")
@@ -71,7 +72,7 @@ def test_a_check_raises_what_another_rank_has_reported(ranks):
 def test_a_check_names_ranks_that_have_left_or_whose_connection_is_closed(ranks):
     ours, theirs = socket.socketpair()
     watchdog = ranks.watchdog()
-    watchdog.add_connections({1: ours.fileno()})
+    watchdog.watch_network(PlayedNetwork(), {1: ours.fileno()}, polls=False)
     ranks.others[1].report_departure({0: ranks.local.address}, 2, "left its communicator", AT_ONCE_S)
     theirs.close()
     error, _ = error_of_check(watchdog)
@@ -83,7 +84,7 @@ def test_a_check_names_ranks_that_have_left_or_whose_connection_is_closed(ranks)
 def test_a_check_names_a_rank_once_that_is_dead_and_has_left_and_is_disconnected(ranks):
     ours, theirs = socket.socketpair()
     watchdog = ranks.watchdog()
-    watchdog.add_connections({1: ours.fileno()})
+    watchdog.watch_network(PlayedNetwork(), {1: ours.fileno()}, polls=False)
     leaves(ranks)
     ranks.kill(1)
     theirs.close()
@@ -94,5 +95,5 @@ def test_a_check_names_a_rank_once_that_is_dead_and_has_left_and_is_disconnected
 
 def test_a_check_raises_a_failure_of_the_network(ranks):
     watchdog = ranks.watchdog()
-    watchdog.add_network_probe(lambda: "the network failed to send (rank 2)")
+    watchdog.watch_network(PlayedNetwork(lambda: "the network failed to send (rank 2)"), {}, polls=False)
     assert "the network failed to send (rank 2)" in error_of_check(watchdog)[0].reason

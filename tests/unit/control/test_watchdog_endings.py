@@ -9,6 +9,7 @@ from watched_ranks import AT_ONCE_S, LOCAL_DEVICE, STALL, TIMEOUT_S, failure_of,
 
 from fusco.control.status_server import FailureReport
 from fusco.core.errors import PeerFailureError, Stall
+from played_network import PlayedNetwork
 
 
 def test_a_death_is_noticed_while_spinning(ranks):
@@ -105,7 +106,7 @@ def test_data_that_came_unseen_before_a_rank_ended_is_used(ranks, clock, end):
 
 def test_data_that_came_unseen_before_the_network_failed_is_used(ranks, clock):
     watchdog, failures = ranks.watchdog(timeout_s=20), []
-    watchdog.add_network_probe(lambda: failures[0] if failures else "")
+    watchdog.watch_network(PlayedNetwork(lambda: failures[0] if failures else ""), {}, polls=False)
 
     def stall():
         failures.append("the network failed to receive (rank 1): the connection was closed")
@@ -123,7 +124,7 @@ def test_data_is_used_as_long_as_it_moves_after_a_rank_ended(ranks, clock, end):
         clock.now_s += 0.001
         return next(num_pieces) % 5 == 0
 
-    watchdog.add_poll(poll)
+    watchdog.watch_network(PlayedNetwork(poll=poll), {}, polls=True)
     watchdog.wait_until(lambda: clock.now_s > 0.9, lambda: STALL)
 
 

@@ -1,29 +1,69 @@
-"""``plan_pairs`` and ``select_tokens`` against the planner's functions in plain PyTorch."""
+"""``plan_pairs``: the slots of each row and the ranks that need it, by hand and by the specification."""
+
+import itertools
 
 import pytest
 import torch
 
 from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.select_tokens import select_tokens
-from fusco.planner.distribution import NodeRouting, distribute, mark_local_ranks
-from fusco.planner.forwarding import plan_forwarding
+from fusco.planner.distribution import NodeRouting
+from fusco.planner.forwarding import mark_destinations
 from generator import number_of, random_of
+from law import Law, Pair
 
-TOPOLOGY = Topology((0, 1, 0, 1))
+PLACEMENT = ExpertPlacement.contiguous(num_experts=4, world_size=2)
 NODE_0 = (0, -1, 1, -1)  # local ranks
 
 
-def test_by_hand():
+def plan(topk_idx, rank, alignment=1, placement=PLACEMENT):
+    routing = NodeRouting(torch.tensor(topk_idx), None, (0, len(topk_idx), len(topk_idx)))
+    return plan_pairs(routing, placement, rank, (0, 1), alignment).distribution
+
+
+def test_pairs_of_rows_and_ranks_that_need_them():
     routing = NodeRouting(torch.tensor([[1, 0], [1, 2], [0, -1]], dtype=torch.int32), None, (0, 2, 3))
-    placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
-    pairs = plan_pairs(routing, placement, rank=0, rank_to_local=(0, 1))
-    assert pairs.distribution.pair_to_row.tolist() == [0, 0, 1, 2]
-    assert pairs.distribution.pair_to_k.tolist() == [0, 1, 0, 0]
-    assert pairs.distribution.pair_to_slot.tolist() == [2, 0, 3, 1]
+    pairs = plan_pairs(routing, PLACEMENT, rank=0, rank_to_local=(0, 1))
     assert pairs.row_to_first_pair.tolist() == [0, 2, 3, 4]
     assert pairs.row_to_locals.int().tolist() == [[1, 0], [1, 1], [1, 0]]
+
+
+def test_blocks_in_order_of_expert_and_rows_in_order_of_source_and_token():
+    pairs = plan([[1, 0], [1, 2], [0, -1], [3, 1]], rank=0)
+    # Expert 0 takes rows 0 and 2, expert 1 rows 0, 1 and 3.
+    assert pairs.pair_to_row.tolist() == [0, 0, 1, 2, 3]
+    assert pairs.pair_to_k.tolist() == [0, 1, 0, 0, 1]
+    assert pairs.pair_to_slot.tolist() == [2, 0, 3, 1, 4]
+    assert pairs.num_rows_per_expert.tolist() == [2, 3]
+    assert pairs.padding_slots.tolist() == []
+
+
+def test_alignment_rounds_every_block_up():
+    pairs = plan([[1, 0], [1, 2], [0, -1], [3, 1]], rank=0, alignment=4)
+    assert pairs.block_to_first_slot == (0, 4, 8)
+    assert pairs.pair_to_slot.tolist() == [4, 0, 5, 1, 6]
+    assert pairs.num_rows_per_expert.tolist() == [2, 3]
+    assert pairs.padding_slots.tolist() == [2, 3, 7]
+
+
+def test_an_expert_without_rows_has_an_empty_block_at_any_alignment():
+    pairs = plan([[1, -1]], rank=0, alignment=8)
+    assert pairs.block_to_first_slot == (0, 0, 8)
+    assert pairs.num_rows_per_expert.tolist() == [0, 1]
+
+
+def test_an_expert_named_twice_gets_the_row_twice_in_order_of_k():
+    pairs = plan([[2, 3, 2]], rank=1)
+    assert pairs.pair_to_k.tolist() == [0, 1, 2]
+    assert pairs.pair_to_slot.tolist() == [0, 2, 1]
+
+
+def test_a_rank_without_experts_and_a_node_without_rows():
+    nothing = plan([[0, 1]], rank=1, alignment=4, placement=ExpertPlacement.explicit([0, 0], world_size=2))
+    assert (nothing.num_slots, nothing.block_to_first_slot, nothing.num_rows_per_expert.tolist()) == (0, (0,), [])
+    routing = NodeRouting(torch.empty(0, 2, dtype=torch.int32), None, (0, 0, 0))
+    empty = plan_pairs(routing, ExpertPlacement.explicit([0, 0], world_size=2), 0, (0, 1)).distribution
+    assert (empty.num_slots, empty.num_rows_per_expert.tolist()) == (0, [0, 0])
 
 
 @pytest.mark.parametrize("static_rows", [None, 0, 5, 1000])
@@ -34,23 +74,26 @@ def test_random_routing(alignment, static_rows):
         placement = ExpertPlacement.explicit([number_of(0, 3, seed, e) for e in range(num_experts)], world_size=4)
         shape = (number_of(0, 12, seed, "rows"), num_topk)
         ids = torch.randint(-1, num_experts, shape, generator=random_of(seed, "ids"), dtype=torch.int32)
-        routing = NodeRouting(ids, None, (0, 0, 0, 0, len(ids)))
-        expected = distribute(routing, placement, 2, alignment, static_rows)
-        pairs = plan_pairs(routing, placement, 2, NODE_0, alignment, static_rows)
-        for name, value in vars(expected).items():
-            ours = getattr(pairs.distribution, name)
-            assert torch.equal(ours, value) if isinstance(value, torch.Tensor) else ours == value, name
-        rows = torch.arange(len(ids) + 1)
-        assert torch.equal(pairs.row_to_first_pair, torch.searchsorted(expected.pair_to_row, rows))
-        assert torch.equal(pairs.row_to_locals, mark_local_ranks(routing, placement, TOPOLOGY, node=0))
+        law = Law([ids[:0], ids[:0], ids[:0], ids], placement.expert_to_rank, alignment)
+        pairs = plan_pairs(NodeRouting(ids, None, (0, 0, 0, 0, len(ids))), placement, 2, NODE_0, alignment, static_rows)
 
+        made = pairs.distribution
+        needed = law.slots(2)
+        kept = needed if static_rows is None else needed[:static_rows]
+        slots = [None] * len(kept)
+        for row, k, slot in zip(made.pair_to_row, made.pair_to_k, made.pair_to_slot, strict=True):
+            slots[slot] = Pair(3, int(row), int(k))
+        assert slots == kept
+        assert (made.num_slots_needed, made.num_slots) == (
+            len(needed),
+            len(needed) if static_rows is None else static_rows,
+        )
+        firsts = made.block_to_first_slot
+        in_blocks = [sum(map(bool, kept[first:end])) for first, end in itertools.pairwise(firsts)]
+        assert made.num_rows_per_expert.tolist() == in_blocks
+        assert firsts[-1] == len(kept)
+        assert [slot for slot, pair in enumerate(kept) if pair is None] == made.padding_slots.tolist()
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_tokens_of_nodes(dtype):
-    for seed in range(20):
-        num_experts = number_of(1, 9, seed, "experts")
-        placement = ExpertPlacement.explicit([number_of(0, 3, seed, e) for e in range(num_experts)], world_size=4)
-        shape = (number_of(0, 12, seed, "tokens"), number_of(0, 4, seed, "topk"))
-        ids = torch.randint(-1, num_experts, shape, generator=random_of(seed, "ids"), dtype=dtype)
-        ours, expected = (plan(ids, placement, TOPOLOGY).node_to_tokens for plan in (select_tokens, plan_forwarding))
-        assert [tokens.tolist() for tokens in ours] == [tokens.tolist() for tokens in expected]
+        assert torch.equal(pairs.row_to_first_pair, torch.searchsorted(made.pair_to_row, torch.arange(len(ids) + 1)))
+        marks = mark_destinations(ids, placement.membership_table(NODE_0, ids.device), num_parts=2)
+        assert torch.equal(pairs.row_to_locals, marks)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from fusco import Segments
-from fusco.cpu.kernels.segment_memory import SegmentMemory, concatenate
+from fusco.cpu.kernels.segment_memory import JoinedSegments, concatenate
 
 
 def test_memories_are_concatenated():
@@ -21,7 +21,7 @@ def test_segments_as_one_memory():
         Segments(base, torch.tensor([7, 0, 3]), torch.tensor([2, 0, 4])),  # 7 8, nothing, 3 4 5 6
         Segments(other, torch.tensor([1]), torch.tensor([2])),
     ]
-    memory, found = SegmentMemory(parts), torch.full((8,), 255, dtype=torch.uint8)
+    memory, found = JoinedSegments(parts), torch.full((8,), 255, dtype=torch.uint8)
     for first in range(9):
         for end in range(first, 9):
             found.fill_(255)

@@ -16,8 +16,7 @@ from fusco import BALANCERS, Balancer, Capacity, ExpertPlacement, Launch, Settin
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
-from fusco.planner.cost import routing_bytes_per_row
-from fusco.planner.routing import Routing
+from fusco.planner.routing import Routing, routing_bytes_per_row
 from generator import Case, any_bits, number_of
 from law import Law
 from scattered_lanes import ScatteredLanes

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
+from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cuda.device_plan import _concatenated, _joined
 from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
-from fusco.planner.forwarding import DeviceForwarding, plan_forwarding
+from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, number_of
@@ -44,7 +45,7 @@ def forwarding_of(
 
 def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:
     forwarding, summary = forwarding_of(ids, placement, topology, node)
-    planned = plan_forwarding(ids, placement, topology).node_to_tokens
+    planned = select_tokens(ids, placement, topology).node_to_tokens
     expected = [tokens[:0] if n == node else tokens for n, tokens in enumerate(planned)]
     assert forwarding.node_to_tokens.dtype == forwarding.token_to_place.dtype == torch.int32
     assert summary.dtype == torch.int64

@@ -10,8 +10,9 @@ from hypothesis import given, strategies as st
 
 from comparison import assert_same_bits
 from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
-from fusco.planner.distribution import NodeRouting, distribute, mark_local_ranks
+from fusco.cpu.kernels.plan_pairs import plan_pairs
+from fusco.planner.distribution import NodeRouting
+from fusco.planner.forwarding import mark_destinations
 from generator import KINDS, Case, number_of
 from reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
 
@@ -134,7 +135,8 @@ def test_as_plain_counting(kind, world_size):
         case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=num_topk, max_tokens=13)
         for alignment, rank in itertools.product(ALIGNMENTS, range(world_size)):
             check_against_counting(case, rank, alignment, None)
-            needed = distribute(routing_of(case), placement_of(case), rank, alignment).num_slots_needed
+            pairs = plan_pairs(routing_of(case), placement_of(case), rank, tuple(range(world_size)), alignment)
+            needed = pairs.distribution.num_slots_needed
             for max_slots in {1, max(1, needed // 2), max(1, needed - 1), max(1, needed), needed + 3}:
                 check_against_counting(case, rank, alignment, max_slots)
 
@@ -157,7 +159,8 @@ def test_ranks_of_own_tokens_as_the_planner(kind):
     for seed, world_size in itertools.product(range(4), WORLD_SIZES):
         case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=4, max_tokens=13)
         placement, routing = placement_of(case), routing_of(case)
-        is_marked = mark_local_ranks(routing, placement, Topology((0,) * world_size), node=0)
+        expert_to_rank = placement.membership_table(range(world_size), routing.topk_idx.device)
+        is_marked = mark_destinations(routing.topk_idx, expert_to_rank, world_size)
         expected = (is_marked.int() << torch.arange(world_size, dtype=torch.int32)).sum(1).int()
         owners = torch.tensor(placement.expert_to_rank, dtype=torch.int32)
         assert_same_bits(mark_ranks(routing.topk_idx, owners), expected, "token_to_ranks")

@@ -40,6 +40,7 @@ from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.repeated_launches import NOT_REPORTED, NativeCall, RepeatedLaunches
+from played_network import PlayedNetwork
 
 
 @pytest.mark.parametrize("no_bound", [False, True], indirect=True)
@@ -411,7 +412,8 @@ def test_a_communicator_may_be_closed_by_a_signal_handler_while_it_waits(is_repe
             over.wait(LIMIT_S)
             return
         polls = iter(range(3))
-        comm._session._watchdog.add_poll(lambda: next(polls, -1) == 2 and comm.abort() is not None)
+        network = PlayedNetwork(poll=lambda: next(polls, -1) == 2 and comm.abort() is not None)
+        comm._session._watchdog.watch_network(network, {}, polls=True)
         try:
             with pytest.raises(ClosedError, match="aborted its communicator in the middle of dispatch"):
                 pair(comm, 4)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fusco.bench.inputs.traffic import Trace
 from hypothesis import given, strategies as st
 
+from fusco.bench.inputs.traffic import Trace
 from fusco.placement import Balance, plan_batch
 from timing import relative_time
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import struct
 from typing import NamedTuple
+
+from fusco.control.hello import tag_of
 
 RECORD_BYTES, MAGIC = 32, 0xF5C1
 DATA, GRANT, ACK, TOO_LARGE, RAIL_DOWN, BYE = range(1, 7)
@@ -43,7 +44,7 @@ def introduction(hello, secret, name, rail, chunk_bytes=65536, num_rails=3, clai
     nonce = secrets.token_bytes(16)
     rail = rail if claims is None else claims
     body = _CLIENT.pack(_HANDSHAKE, name, 0, num_rails, chunk_bytes, rail, 1, nonce)
-    return body + hmac.digest(secret, b"client" + hello[8:] + nonce + body, "sha256")
+    return body + tag_of(secret, b"client", hello[8:] + nonce, body)
 
 
 def connected_by_hand(address, name, rail, chunk_bytes=65536, num_received_bytes=0):
@@ -57,6 +58,6 @@ def connected_by_hand(address, name, rail, chunk_bytes=65536, num_received_bytes
     sent = introduction(hello, address.secret, name, rail, chunk_bytes)
     client.sendall(sent)
     answer = client.recv(ANSWER_BYTES, socket.MSG_WAITALL)
-    expected = hmac.digest(address.secret, b"server" + hello[8:] + sent[44:60] + answer[:20], "sha256")
+    expected = tag_of(address.secret, b"server", hello[8:] + sent[44:60], answer[:20])
     assert answer[20:] == expected  # the server knows the secret, too
     return client

@@ -11,8 +11,8 @@ from fusco.bench.inputs.traffic import Workload
 from fusco.bench.shuffle.no_planner import expand
 from fusco.bench.shuffle.variants import balancer_of, has_fixed_messages
 from fusco.core.lanes import IntArray
+from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.balancer import BALANCERS
-from fusco.planner.forwarding import plan_forwarding
 from fusco.planner.traffic import Traffic
 
 
@@ -32,7 +32,7 @@ def internode_rows(variant: str, workload: Workload, balancer: str, device: str 
         routing = workload.routing(rank)
         if variant == "no-planner":  # a copy for each rank of a node
             routing = expand(routing, workload.placement).routing
-        counts.append(plan_forwarding(routing.topk_idx, workload.placement, workload.topology).num_tokens_to_node)
+        counts.append(select_tokens(routing.topk_idx, workload.placement, workload.topology).num_tokens_to_node)
     return _forwarded(counts, workload, balancer_of(variant, balancer, device))
 
 

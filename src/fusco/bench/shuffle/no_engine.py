@@ -21,8 +21,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
 from fusco.core.topology import Topology
 from fusco.planner.balancer import Balancer
-from fusco.planner.distribution import ExpertDistribution, NodeRouting, distribute
-from fusco.planner.forwarding import mark_destinations, plan_forwarding
+from fusco.planner.forwarding import mark_destinations
 from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.traffic import Traffic
 
@@ -49,6 +48,16 @@ class Fanout:
     received_counts: list[int]  # for each rank of the node, copies of received rows; those of local rows follow them
     send_counts: list[int]  # copies for each rank of the group; none for other nodes
     receive_counts: list[int]  # copies from each
+
+
+@dataclass(frozen=True)
+class SortedPairs:
+    """Pairs (row that arrived, local expert of it), in order of row and k."""
+
+    to_row: torch.Tensor  # int64 (num_pairs,)
+    to_slot: torch.Tensor  # int64 (num_pairs,), row of the expert-major output
+    weights: torch.Tensor  # float32 (num_pairs,)
+    num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,)
 
 
 @dataclass(frozen=True)
@@ -96,9 +105,9 @@ class NoEngineShuffle:
             copies = described.index_select(0, fanout.copy_to_row)
             arrived = self._all_to_all(copies, fanout.send_counts, fanout.receive_counts)
             by_source = arrived[:, -1].argsort(stable=True)
-            distribution, weights = self._distribute(arrived[by_source], num_topk)
-            slot_to_arrived = torch.empty_like(distribution.pair_to_slot)
-            slot_to_arrived[distribution.pair_to_slot] = by_source[distribution.pair_to_row]
+            pairs = self._sort_pairs(arrived[by_source], num_topk)
+            slot_to_arrived = torch.empty_like(pairs.to_slot)
+            slot_to_arrived[pairs.to_slot] = by_source[pairs.to_row]
         with self.profile.spend("rearranging"):
             packed = x.index_select(0, blocks.tokens)
         with self.profile.spend("wire"):
@@ -116,11 +125,11 @@ class NoEngineShuffle:
             fanout,
             len(x),
             len(rows),
-            by_source[distribution.pair_to_row],
-            distribution.pair_to_slot,
-            weights[distribution.pair_to_row, distribution.pair_to_k],
+            by_source[pairs.to_row],
+            pairs.to_slot,
+            pairs.weights,
         )
-        return expert_major, distribution.num_rows_per_expert.tolist(), handle
+        return expert_major, pairs.num_rows_per_expert.tolist(), handle
 
     def combine(self, y: torch.Tensor, handle: NoEngineHandle) -> torch.Tensor:
         """Return token-major rows, weighted and summed in float32; partial sums travel in the dtype of ``y``."""
@@ -147,8 +156,9 @@ class NoEngineShuffle:
     def _plan_blocks(self, topk_idx: torch.Tensor) -> InternodeBlocks:
         """Gather the counts of all ranks, run the balancer on them as fusco does, and return this rank's blocks."""
         topology, placement = self._topology, self._placement
-        forwarding = plan_forwarding(topk_idx, placement, topology)
-        counts_here = torch.tensor(forwarding.num_tokens_to_node, device=topk_idx.device)
+        expert_to_node = placement.membership_table(topology.rank_to_node, topk_idx.device)
+        is_for_node = mark_destinations(topk_idx, expert_to_node, topology.num_nodes)
+        counts_here = is_for_node.sum(0)
         gathered = counts_here.new_empty(topology.world_size, topology.num_nodes)
         dist.all_gather(list(gathered.unbind(0)), counts_here, group=self._group)
         counts: list[list[int]] = gathered.tolist()
@@ -158,7 +168,7 @@ class NoEngineShuffle:
         lanes = RankLanes(self._rank, traffic.lanes_of(self._balancer(traffic)))
         assert not lanes.lanes.num_moved, "a balancer of groups"
         return InternodeBlocks(
-            tokens=torch.cat([forwarding.node_to_tokens[node] for node in remote] or [topk_idx.new_empty(0).long()]),
+            tokens=is_for_node[:, list(remote)].T.nonzero()[:, 1],
             sends=list(zip(lanes.own.forwarder.tolist(), lanes.own.num_rows.tolist(), strict=True)),
             receives=sorted(zip(lanes.received.src.tolist(), lanes.received.num_rows.tolist(), strict=True)),
         )
@@ -192,11 +202,14 @@ class NoEngineShuffle:
         sources = torch.tensor([src for src, _ in held], dtype=torch.int32, device=device)
         return sources.repeat_interleave(torch.tensor([num for _, num in held], device=device))
 
-    def _distribute(self, routing: torch.Tensor, num_topk: int) -> tuple[ExpertDistribution, torch.Tensor]:
-        """Return the slots and weights of the rows that arrived, which are in order of source and token."""
+    def _sort_pairs(self, routing: torch.Tensor, num_topk: int) -> SortedPairs:
+        """Sort the pairs of the rows that arrived, which are in order of source and token, by expert."""
         ids, weights = routing[:, :num_topk], routing[:, num_topk : 2 * num_topk].contiguous().view(torch.float32)
-        node_routing = NodeRouting(ids, weights, (0, len(ids)))
-        return distribute(node_routing, self._placement, self._rank), weights
+        local_expert = self._placement.local_index_table(self._rank, ids.device)[ids.long()]
+        row, k = (local_expert >= 0).nonzero(as_tuple=True)
+        expert = local_expert[row, k]
+        num_rows = torch.bincount(expert, minlength=len(self._placement.rank_to_experts[self._rank]))
+        return SortedPairs(row, expert.argsort(stable=True).argsort(), weights[row, k], num_rows)
 
     def _select_held(self, received: torch.Tensor, local: torch.Tensor, fanout: Fanout) -> torch.Tensor:
         """Return copies of held rows, without first concatenating received and local ones."""

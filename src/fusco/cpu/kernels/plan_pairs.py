@@ -19,9 +19,9 @@ class PlannedPairs:
     """Slots of one rank's pairs, and the ranks of the node that need each row."""
 
     distribution: ExpertDistribution  # see ``ExpertDistribution``
-    # int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``
+    # int64 (M + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``
     row_to_first_pair: torch.Tensor
-    row_to_locals: torch.Tensor  # True where a local rank needs a row by the routing, bool (num_rows, ranks_per_node)
+    row_to_locals: torch.Tensor  # True where a local rank needs a row by the routing, bool (M, L)
 
 
 def plan_pairs(
@@ -32,9 +32,22 @@ def plan_pairs(
     expert_alignment: int = 1,
     static_rows: int | None = None,
 ) -> PlannedPairs:
-    """Compute ``distribute`` and ``mark_local_ranks`` of ``fusco.planner.distribution`` at once, on the CPU.
+    """Assign each (row, k) whose expert is on ``rank`` its slot, and mark the local ranks that need each row.
 
-    ``rank_to_local`` has the local ranks of the ranks of this node, -1 for others (``Topology.locals_of``).
+    Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
+    of (source rank, token, k): a stable counting sort by expert, since the rows are already in that order. With
+    ``static_rows`` the output has that many rows, and pairs with a slot beyond them are dropped. ``rank_to_local`` has
+    the local ranks of the ranks of this node, -1 for others (``Topology.locals_of``).
+
+    Rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
+
+    >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
+    >>> routing = NodeRouting(torch.tensor([[1, 0], [1, 2], [0, -1]]), None, (0, 2, 3))
+    >>> plan = plan_pairs(routing, placement, rank=0, rank_to_local=(0, 1)).distribution
+    >>> plan.pair_to_row.tolist(), plan.pair_to_k.tolist(), plan.pair_to_slot.tolist()
+    ([0, 0, 1, 2], [0, 1, 0, 0], [2, 0, 3, 1])
+    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot
+    ([2, 2], (0, 2, 4))
     """
     device = routing.topk_idx.device
     num_experts, num_rows = len(placement.rank_to_experts[rank]), len(routing.topk_idx)

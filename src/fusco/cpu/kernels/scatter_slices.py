@@ -47,8 +47,8 @@ def scatter_slices(
     Args:
         sources: int64 (num_sources, 7), a ``SourceRows`` each, in the order in which to look for rows.
         num_done: int64 (num_sources,), rows of each that are done; changed in place.
-        pair_to_slot: int64 (num_pairs,), slot of each pair.
-        row_to_first_pair: int64 (num_rows + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``.
+        pair_to_slot: int64 (P,), slot of each pair.
+        row_to_first_pair: int64 (M + 1,); row ``i`` has pairs ``row_to_first_pair[i]`` to ``[i + 1]``.
         outputs: int64 (num_outputs, 3): address of slot 0, bytes of a slot, and their offset in the row.
         row_bytes: bytes of a row in a pool.
         rows_per_slice: rows to copy before a flag is read again.

@@ -27,20 +27,20 @@ def concatenate(addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int6
 
 @dataclass(frozen=True, slots=True)
 class ContiguousMemory:
-    """Contiguous memory, with the copies of ``SegmentMemory``; ``address`` is that of its first byte."""
+    """Contiguous memory, with the copies of ``JoinedSegments``; ``address`` is that of its first byte."""
 
     address: int
 
     def read(self, first: int, num_bytes: int, target: int) -> None:
-        """See ``SegmentMemory``."""
+        """See ``JoinedSegments``."""
         ctypes.memmove(target, self.address + first, num_bytes)
 
     def write(self, first: int, num_bytes: int, source: int) -> None:
-        """See ``SegmentMemory``."""
+        """See ``JoinedSegments``."""
         ctypes.memmove(self.address + first, source, num_bytes)
 
 
-class SegmentMemory:
+class JoinedSegments:
     """Segments of several tensors as one memory of bytes, in their order."""
 
     def __init__(self, parts: Sequence[Segments]) -> None:

@@ -14,7 +14,9 @@ from fusco.planner.forwarding import NodeForwarding
 
 
 def select_tokens(topk_idx: torch.Tensor, placement: ExpertPlacement, topology: Topology) -> NodeForwarding:
-    """Compute ``plan_forwarding`` of ``fusco.planner.forwarding`` for ids, int32 or int64, on the CPU.
+    """Select the tokens that a rank with this routing sends to each node, one copy each, ascending.
+
+    ``topk_idx`` is int32 or int64 (T, K) on the CPU, -1 for none.
 
     >>> placement = ExpertPlacement.contiguous(num_experts=4, world_size=2)
     >>> plan = select_tokens(torch.tensor([[0, 1], [3, 0], [-1, 2]]), placement, Topology((0, 1)))

@@ -27,11 +27,11 @@ from fusco.planner.sending import in_proportion
 class Terms(NamedTuple):
     """Rows of one rank, and what their sums consist of, as arrays."""
 
-    rows: npt.NDArray[Any]  # of the experts, (num_slots, hidden); 16-bit floats as integers of their bits
-    pair_to_slot: npt.NDArray[np.int64]  # int64 (num_pairs,)
-    pair_weights: npt.NDArray[Any]  # (num_pairs,), of the dtype of the sums
-    row_to_first_pair: npt.NDArray[np.int64]  # int64 (num_rows + 1,), of the node's routing
-    row_to_locals: npt.NDArray[np.bool_]  # bool (num_rows, ranks_per_node): ranks with a sum for the row
+    rows: npt.NDArray[Any]  # of the experts, (S, H); 16-bit floats as integers of their bits
+    pair_to_slot: npt.NDArray[np.int64]  # int64 (P,)
+    pair_weights: npt.NDArray[Any]  # (P,), of the dtype of the sums
+    row_to_first_pair: npt.NDArray[np.int64]  # int64 (M + 1,), of the node's routing
+    row_to_locals: npt.NDArray[np.bool_]  # bool (M, L): ranks with a sum for the row
     local: int  # local rank that has ``rows``
     scratch: npt.NDArray[Any]  # one sum, float32 or float64 (hidden,)
 

@@ -12,7 +12,7 @@ from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
-from fusco.cpu.kernels.segment_memory import SegmentMemory, concatenate
+from fusco.cpu.kernels.segment_memory import JoinedSegments, concatenate
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
@@ -25,7 +25,7 @@ def warm_up_cpu() -> None:
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     gather_rows(0, none.numpy(), 1, memory)
     gather_parts(np.zeros((0, 2), np.int64), none.numpy())
-    SegmentMemory([]).read(0, 0, 0)
+    JoinedSegments([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
     pairs = plan_pairs(no_routing, ExpertPlacement.contiguous(1, 1), 0, (0,))

@@ -29,7 +29,7 @@ class SpareLimit:
         self._holders: dict[Spares[Any], None] = {}  # the one that has allocated last is at the end
 
     def admit(self, holder: Spares[Any]) -> None:
-        """Note that a shape has new spare plans; drop those of the shape that has allocated none for longest."""
+        """Note that a shape has new spare plans; free those of the least recently used shape."""
         self._holders.pop(holder, None)
         self._holders[holder] = None
         if len(self._holders) > _MAX_HOLDERS:

@@ -248,7 +248,7 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
 void connection_note_passed(struct connection *connection, struct posted *posted) {
   double taken_s = (double)(now_ns() - posted->at_ns) / 1e9, typical_s = connection->typical_s;
   posted->has_passed = true;
-  if (posted->is_late) { /* once is no rule, but where all are late, that is typical */
+  if (posted->is_late) { /* one late chunk changes little; if all are late, the estimate grows */
     connection->typical_s = taken_s < 1.5 * typical_s + 0.001 ? taken_s : 1.5 * typical_s + 0.001;
   } else {
     connection->typical_s += (taken_s - typical_s) / LATE_AVERAGED_OVER;

@@ -18,7 +18,7 @@ struct ForwardingArgs {
     i32 max_rows;             // tokens for a node beyond these are left out
     i32 is_fixed;             // every message has max_rows rows, those after its tokens without ids
     i32 is_overflow_reported;
-    i32 sends_invalid_ids;  // a message of a rank with an invalid id has nothing but such ids, where its tokens have them
+    i32 sends_invalid_ids;  // if this rank has an invalid id, its messages carry only the invalid ids
     u64 ticket;  // below 2**32
 };
 static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "plan_forwarding.py mirrors this struct");

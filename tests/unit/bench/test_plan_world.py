@@ -11,13 +11,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from fusco.bench.plan_world import PlanCost, plan_cost, plan_world
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS
-from fusco.planner.cost import PlanCost, plan_cost
 from fusco.planner.dispatch_plan import DispatchPlan
 from fusco.planner.routing import Routing
-from fusco.planner.world import plan_world
 from generator import KINDS, Case, number_of
 from law import Law, Pair
 from scattered_lanes import ScatteredLanes

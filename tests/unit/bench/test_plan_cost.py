@@ -2,12 +2,11 @@
 
 import torch
 
+from fusco.bench.plan_world import plan_cost, plan_world
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import balance_static
-from fusco.planner.cost import plan_cost
 from fusco.planner.routing import Routing
-from fusco.planner.world import plan_world
 
 
 def test_two_nodes_of_two_ranks():

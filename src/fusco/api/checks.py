@@ -1,0 +1,209 @@
+"""Checks of the arguments of a communicator's methods, each with the values in its error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusco.api.handle import Handle, version_of
+from fusco.core.config import Capacity, Launch, StaticRows
+from fusco.core.integers import MAX_INT32, check_integer
+from fusco.core.movable import require_movable_tensors, why_not_movable
+from fusco.core.placement import ExpertPlacement
+from fusco.core.rows import ROW_DTYPES, row_bytes, wants_grad
+from fusco.core.segments import Segments
+from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.planner.balancer import Balancer
+from fusco.planner.routing import Routing
+
+MAX_DIMS = 6  # a record's text has room for as many with MAX_PAYLOADS, for any sizes
+_DEFAULT_LAUNCH = Launch()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What one rank's communicator was made for. Its methods raise ``TypeError`` or ``ValueError`` with values."""
+
+    rank: int
+    placement: ExpertPlacement
+    balancer: Balancer
+    capacity: Capacity
+    wire_dtype: torch.dtype | None
+    device: torch.device
+
+    def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
+        """Validate the arguments of ``gather_send`` and ``scatter_recv``: ``rank`` is the other rank."""
+        require_movable_tensors(verb)
+        self.require_not_capturing(verb)
+        if not isinstance(segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
+        self._tensor("the base of segments", segments.memory)
+        if not isinstance(rank, int):
+            raise TypeError(f"a rank must be an integer, got {rank!r}")
+        if rank == self.rank or not 0 <= rank < self.placement.world_size:
+            raise ValueError(
+                f"rank {self.rank} cannot exchange segments with rank {rank}: it must be another rank of a group of "
+                f"{self.placement.world_size}"
+            )
+
+    def require_routing(self, routing: Routing) -> None:
+        """Raise unless ``routing`` is valid for a dispatch."""
+        for name, tensor in (("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
+            if tensor is not None:
+                self._tensor(name, tensor)
+        if routing.num_topk > self.capacity.num_topk:
+            raise ValueError(
+                f"topk_idx has {routing.num_topk} experts per token, but the communicator was made for num_topk="
+                f"{self.capacity.num_topk}"
+            )
+
+    def require_alignment(self, alignment: int) -> None:
+        """Raise unless blocks may have this alignment: rows are counted in 32 bits, those of any routing."""
+        check_integer("expert_alignment", alignment, least=1, most=MAX_INT32)
+        placement, capacity = self.placement, self.capacity
+        num_pairs = placement.world_size * capacity.max_tokens_per_rank * capacity.num_topk
+        num_rows = num_pairs + len(placement.rank_to_experts[self.rank]) * (alignment - 1)
+        if alignment > 1 and num_rows > MAX_INT32:
+            raise ValueError(
+                f"expert_alignment={alignment} may pad this rank's rows to {num_rows}, more than {MAX_INT32}"
+            )
+
+    def require_static(self, static: StaticRows | None) -> None:
+        """Raise unless ``static`` is valid and, during a graph capture, given."""
+        if static is not None and not isinstance(static, StaticRows):
+            raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
+        if static is None and self._is_capturing:
+            raise ValueError(
+                "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
+                "pass static=StaticRows(num_rows)"
+            )
+
+    def require_not_capturing(self, verb: str) -> None:
+        """Raise if a verb is captured; it waits on the host for the device."""
+        if self._is_capturing:
+            raise ValueError(
+                f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
+            )
+
+    def require_payloads(self, payloads: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """Raise unless ``payloads`` are valid rows for a dispatch."""
+        if not 1 <= len(payloads) <= MAX_PAYLOADS:
+            raise ValueError(f"dispatch takes 1 to {MAX_PAYLOADS} payloads, got {len(payloads)}")
+        for i, payload in enumerate(payloads):
+            self._tensor(f"payload {i}", payload)
+            if payload.ndim < 1 or len(payload) != num_tokens:
+                raise ValueError(f"payload {i} has shape {tuple(payload.shape)}, the routing {num_tokens} tokens")
+            if payload.ndim > MAX_DIMS:
+                raise ValueError(f"payload {i} has {payload.ndim} dimensions, at most {MAX_DIMS} are supported")
+        if len(payloads) > 1 and any(map(wants_grad, payloads)):
+            raise ValueError("gradients flow through a single payload only; detach these, or dispatch them apart")
+        if num_tokens > self.capacity.max_tokens_per_rank:
+            raise ValueError(
+                f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
+                f"{self.capacity.max_tokens_per_rank}"
+            )
+        self._row_bytes(sum(map(row_bytes, payloads)))
+
+    def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
+        """Raise unless ``y`` are valid expert-major rows for a combine."""
+        self._tensor("y", y)
+        if y.dtype not in ROW_DTYPES:
+            raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
+        if y.ndim != 2 or len(y) != handle.num_rows:
+            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
+        self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+
+    def require_weights(self, topk_weights: torch.Tensor, handle: Handle) -> None:
+        """Raise unless ``topk_weights`` has a weight for each token and k of a dispatch of this communicator."""
+        self.require_handle(handle)
+        self._tensor("topk_weights", topk_weights)
+        if topk_weights.dtype not in ROW_DTYPES:
+            raise TypeError(f"topk_weights must be one of {', '.join(map(str, ROW_DTYPES))}, got {topk_weights.dtype}")
+        if topk_weights.shape != (handle.num_tokens, handle.num_topk):
+            raise ValueError(
+                f"topk_weights has shape {tuple(topk_weights.shape)}, the handle's routing "
+                f"{(handle.num_tokens, handle.num_topk)}"
+            )
+
+    def require_values(self, values: torch.Tensor, handle: Handle) -> None:
+        """Raise unless ``values`` has one for each row of a dispatch of this communicator."""
+        self.require_handle(handle)
+        self._tensor("values", values)
+        if not values.is_floating_point():
+            raise TypeError(f"values must be of a floating-point dtype, got {values.dtype}")
+        if values.shape != (handle.num_rows,):
+            raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
+
+    def require_launch(self, launch: Launch | None) -> Launch:
+        """Raise unless ``launch`` has valid device settings; return it, or the defaults for ``None``."""
+        if launch is None:
+            return _DEFAULT_LAUNCH
+        if not isinstance(launch, Launch):
+            raise TypeError(f"launch must be a Launch, got {launch!r}")
+        event_device = None if launch.event is None else launch.event.device  # None until it is first recorded
+        if self.device.type == "cuda" and event_device not in (None, self.device):
+            raise ValueError(f"the launch's event is of {event_device}, the communicator on {self.device}")
+        return launch
+
+    def require_combine_weights(self, weights: object) -> None:
+        """Raise unless ``weights`` are a choice of a combine."""
+        if isinstance(weights, torch.Tensor):
+            raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
+        if weights not in ("topk", None):
+            raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
+
+    def require_unchanged_weights(self, handle: Handle) -> None:
+        """Raise ``ValueError`` if gradients would flow to weights that were changed in place since they were sent."""
+        if wants_grad(handle.topk_weights) and version_of(handle.topk_weights) != handle.weights_version:
+            raise ValueError(
+                f"topk_weights were changed in place since their dispatch (version {handle.weights_version} was sent, "
+                f"{version_of(handle.topk_weights)} is here), so their gradients would be wrong: change a copy"
+            )
+
+    def require_handle(self, handle: Handle) -> None:
+        """Raise unless ``handle`` comes from this communicator."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle must be the handle of a dispatch (sent.handle), got {type(handle).__name__}")
+        if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
+            raise ValueError(
+                f"the handle (of {handle.num_tokens} tokens, top-{handle.num_topk}) comes from another communicator: "
+                f"use it with the one whose dispatch returned it"
+            )
+
+    def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
+        """Raise unless ``payloads`` map ranks of the group to segments."""
+        for part in payloads:
+            if not isinstance(part, Mapping):
+                raise TypeError(f"shuffle takes mappings from ranks to Segments, got {type(part).__name__}")
+        for rank, segments in ((rank, part[rank]) for part in payloads for rank in part):
+            if not isinstance(rank, int):
+                raise TypeError(f"shuffle takes mappings from ranks, which are integers, got {rank!r}")
+            if not isinstance(segments, Segments):
+                raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
+            self._tensor(f"the base of segments for rank {rank}", segments.memory)
+        outside = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
+        if outside:
+            raise ValueError(f"shuffle names rank(s) {outside} outside a group of {self.placement.world_size}")
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self.device.index is not None and torch.cuda.is_current_stream_capturing()  # the CPU has no index
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if why_not := why_not_movable(tensor):
+            raise TypeError(f"{name} {why_not}")
+        if tensor.device != self.device:
+            raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
+
+    def _row_bytes(self, num_bytes: int) -> None:
+        if num_bytes < 1:
+            raise ValueError("rows without elements cannot be moved")
+        if num_bytes > self.capacity.max_row_bytes:
+            raise ValueError(
+                f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
+                f"{self.capacity.max_bytes_per_token}"
+            )

@@ -1,0 +1,110 @@
+"""Requests between ranks, one a connection: a thread that answers them, and a function that asks many at once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fusco.control.hello import ClientHello
+from fusco.control.hello_listener import HelloListener, listen_on
+from fusco.control.socket_loop import NOTHING, SocketLoop
+
+_CLIENT_TIMEOUT_S = 5.0  # ranks send their request at once
+_SECONDS_BETWEEN_CHECKS = 0.5  # for clients that have timed out
+_JOIN_TIMEOUT_S = 1.0  # more than the thread needs, which ends at once
+_PAUSE_AFTER_FAILED_ACCEPT_S = 0.05
+_MAX_CONNECTIONS = 256  # at a time
+# Errors that keep this process from asking, and say nothing about the process that it asks.
+_LOCAL_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+
+
+class RequestServer:
+    """One thread that answers a request of each connection and closes it; see ``HelloListener`` for its bounds."""
+
+    def __init__(self, host: str, secret: bytes, answer: Callable[[bytes], bytes | None]) -> None:
+        """Listen; ``answer`` is called in the thread, must return soon, and must not raise. Raises ``OSError``."""
+        self._is_closed = False
+        with contextlib.ExitStack() as undo:
+            self._socket, self._loop = undo.enter_context(listen_on(host)), SocketLoop()
+            self.port: int = self._socket.getsockname()[1]
+            self._listener = HelloListener(
+                self._loop, self._socket, secret, answer, lambda _, connection: connection.close()
+            )
+            self._thread = threading.Thread(target=self._run, name="fusco-status-server", daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Stop listening and close all connections; any thread may call it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_TIMEOUT_S)
+        self._socket.close()
+
+    def _run(self) -> None:
+        with self._loop:
+            while not self._is_closed:
+                try:
+                    self._loop.turn(_SECONDS_BETWEEN_CHECKS if self._listener.has_clients else None)
+                except OSError:
+                    if not self._is_closed:  # no descriptor is left
+                        time.sleep(_PAUSE_AFTER_FAILED_ACCEPT_S)
+                self._listener.close_late_clients(_CLIENT_TIMEOUT_S)
+
+
+def is_local_failure(error: Exception) -> bool:
+    """Return whether a connection failed because this process has no descriptor, memory or port left."""
+    return isinstance(error, OSError) and error.errno in _LOCAL_FAILURES
+
+
+def ask_all(
+    addresses: Sequence[tuple[str, int]], secret: bytes, request: bytes, timeout_s: float
+) -> list[bytes | OSError]:
+    """Send a request to all IPv4 addresses; return each one's answer, or the error that prevented it.
+
+    ``timeout_s`` is the limit for all of them together: a ``TimeoutError`` for each that has not answered by then. It
+    starts no threads: the process may have none left.
+    """
+    outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
+    waiting, deadline = deque(enumerate(addresses)), time.monotonic() + timeout_s
+    with SocketLoop() as loop:
+        while waiting or len(loop):
+            while waiting and len(loop) < _MAX_CONNECTIONS:
+                index, address = waiting[0]
+                try:
+                    hello = ClientHello(address, secret, request)
+                except OSError as error:
+                    if is_local_failure(error) and len(loop):
+                        break  # until a connection under way has closed
+                    outcomes[index] = error
+                else:
+                    loop.add(hello.connection, partial(_advance, hello, partial(outcomes.__setitem__, index)))
+                waiting.popleft()
+            if len(loop) and not loop.turn(max(0.0, deadline - time.monotonic())):
+                break
+    return outcomes
+
+
+def _advance(hello: ClientHello, note: Callable[[bytes | OSError], None]) -> int:
+    """Do what is possible now; note the outcome and close the connection once there is one."""
+    outcome: bytes | OSError
+    try:
+        advanced = hello.advance()
+        if isinstance(advanced, int):
+            return advanced
+        outcome = advanced
+    except OSError as error:
+        outcome = error
+    note(outcome)
+    hello.connection.close()
+    return NOTHING
