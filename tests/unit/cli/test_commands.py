@@ -63,7 +63,9 @@ def test_bench_alltoall_says_what_does_not_fit(arguments, message):
 
 def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch):
     asked = []
-    monkeypatch.setattr("fusco.cli.bench_alltoall._run", lambda runs, *_: asked.extend(runs))
+    monkeypatch.setattr(
+        "fusco.cli.bench_alltoall.run_on_ranks", lambda _, arguments, *__, **___: asked.extend(arguments[0])
+    )
     done = run("bench", "alltoall", "--matrix", "zipf,uniform", "--num-experts", "4")
     assert done.exit_code == 0, done.output
     assert [each.matrix for each in asked] == ["zipf", "uniform"]

@@ -73,29 +73,31 @@ _COMMON = (
 )
 
 
-def _fields(init: Any, properties: type[ctypes.Structure], *context: Any) -> tuple[tuple[str, Any], ...]:
-    return (
-        ("name", c_char_p),
-        ("init", init),
-        ("devices", _function(_IP)),
-        ("getProperties", _function(c_int, POINTER(properties))),
-        ("listen", _function(*context, c_int, _P, _PP)),
-        ("connect", _function(*context, c_int, _P, _P, _PP, _PP)),
-        *_COMMON,
-    )
-
-
 class TableV10(ctypes.Structure):
     """``ncclNet_v10_t``."""
 
-    _fields_ = _fields(_function(LOGGER, _P), PropertiesV10)
+    _fields_ = (
+        ("name", c_char_p),
+        ("init", _function(LOGGER, _P)),
+        ("devices", _function(_IP)),
+        ("getProperties", _function(c_int, POINTER(PropertiesV10))),
+        ("listen", _function(c_int, _P, _PP)),
+        ("connect", _function(c_int, _P, _P, _PP, _PP)),
+        *_COMMON,
+    )
 
 
 class TableV11(ctypes.Structure):
     """``ncclNet_v11_t``."""
 
     _fields_ = (
-        *_fields(_function(_PP, c_uint64, _P, LOGGER, _P), PropertiesV11, _P),
+        ("name", c_char_p),
+        ("init", _function(_PP, c_uint64, _P, LOGGER, _P)),
+        ("devices", _function(_IP)),
+        ("getProperties", _function(c_int, POINTER(PropertiesV11))),
+        ("listen", _function(_P, c_int, _P, _PP)),
+        ("connect", _function(_P, c_int, _P, _PP, _PP)),
+        *_COMMON,
         ("finalize", _function(_P)),
         ("setNetAttr", c_void_p),
     )
