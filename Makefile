@@ -44,6 +44,8 @@ test-minimum: .venv-minimum/.installed
 test-gpu: setup
 	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
 
+# Tests of several ranks at a time, of each of two parts; ranks of one take up to 3 GiB of GPU memory.
+GPU_WORKERS ?= 3
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
@@ -51,9 +53,9 @@ test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda
 test-gpu-within-node:
-	$(BIN)/python -m pytest -n 4 tests/multirank --device cuda
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda
 test-gpu-between-nodes:
-	$(BIN)/python -m pytest -n 4 tests/multirank --device cuda-nodes
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.

@@ -68,7 +68,7 @@ class KnownInputs:
         if known is not None and known.is_like(tensors):
             return known
         key = self._key_of(tensors, options)
-        known = self._by_key.get(key) if key else None
+        known = self._by_key.use(key) if key else None
         if known is None or not all(map(has_memory, tensors)):
             return None
         self._latest[options] = known

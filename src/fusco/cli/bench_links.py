@@ -107,7 +107,8 @@ def _run(
     Results are formatted by ``form`` unless they are whole. ``ValueError`` with the text ``without`` if there are no
     records.
     """
-    console, records = new_console(json), list[_CaseRecord]()
+    console = new_console(json)
+    records: list[_CaseRecord] = []
     with closing(measuring), console.status("starting") as status:
         for record in measuring:
             records.append(record)

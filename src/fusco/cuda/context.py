@@ -56,7 +56,7 @@ class CudaContext:
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
         """Return the launcher on a stream."""
         handle = stream.cuda_stream
-        launcher = self._launchers.get(handle)
+        launcher = self._launchers.use(handle)
         if launcher is None:
             launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
         return launcher

@@ -295,7 +295,7 @@ class InternodeShuffle:
         # Sizes of messages that are fixed repeat, and so do those of a benchmark.
         key = (num_rows, request.balancer if is_balanced else None)
         is_repeatable = not is_balanced or is_builtin(request.balancer)  # a caller's balancer may not even be hashable
-        known = self._known_traffic.get(key) if is_repeatable else None
+        known = self._known_traffic.use(key) if is_repeatable else None
         if known is None:
             if is_balanced:
                 traffic = Traffic.from_counts(self._topology, num_rows, self._layout.rank_links)

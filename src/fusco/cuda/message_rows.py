@@ -54,7 +54,7 @@ class MessageRows:
 
     def are_few_empty(self, shape: tuple[int, ...], row_bytes: int) -> bool:
         """Return whether so few rows were empty in the latest dispatch of this shape that they need not be counted."""
-        num_empty = self._num_empty.get(shape) if self._can_be_empty else None
+        num_empty = self._num_empty.use(shape) if self._can_be_empty else None
         return num_empty is not None and num_empty * row_bytes <= MAX_EMPTY_BYTES
 
     def published(self, routing: Routing, terms: ForwardingTerms) -> list[int]:

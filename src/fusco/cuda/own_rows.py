@@ -99,7 +99,7 @@ class OwnRows:
     def _received(self, first_row: tuple[int, ...], row_bytes: tuple[int, ...]) -> list[int]:
         """Return the offsets of all payloads of the rows that ranks push, rank by rank."""
         key = (first_row, row_bytes)
-        offsets = self._known_offsets.get(key)
+        offsets = self._known_offsets.use(key)
         if offsets is None:
             layout, sizes = self._context.layout, list(row_bytes)
             offsets = self._known_offsets[key] = [

@@ -51,7 +51,7 @@ class DevicePlanner:
         """
         static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
         key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
-        first_row, holders, shape = self._sizes.get(key) or self._find_sizes(key)
+        first_row, holders, shape = self._sizes.use(key) or self._find_sizes(key)
         return plan_type(
             rank=holders[0],
             placement=self._placement,

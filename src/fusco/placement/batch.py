@@ -182,7 +182,7 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
 
 
 @compiled()
-def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> int:
+def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> Any:
     """Copy experts until no rank has more rows than ``cap``; return how many, or -1 if places do not suffice."""
     for way in range(num_ways):
         num = _hold_in_one_way(givers, cap, way % 2 == 0, way >= 2, copies, loads)
@@ -220,7 +220,7 @@ def _hold_in_one_way(givers: Any, cap: int, fits: bool, least_first: bool, copie
 
 
 @compiled()
-def _giver(loads: Any, cap: int, least_first: bool) -> int:  # noqa: FBT001
+def _giver(loads: Any, cap: int, least_first: bool) -> Any:  # noqa: FBT001
     """Return the rank with the most rows, or the least of those above the cap; -1 if there is none above it."""
     giver = loads.argmax()
     if loads[giver] <= cap:
@@ -233,7 +233,7 @@ def _giver(loads: Any, cap: int, least_first: bool) -> int:  # noqa: FBT001
 
 
 @compiled()
-def _largest(experts: Any, left: Any) -> int:
+def _largest(experts: Any, left: Any) -> Any:
     """Return the expert with the most rows left, -1 of none."""
     largest = np.int64(-1)
     for expert in experts:
@@ -273,7 +273,7 @@ def _taker(loads: Any, places: Any, cap: int, giver: int, ranks_per_node: int, w
 
 
 @compiled()
-def _most_copies(givers: Any, copies: Any) -> int:
+def _most_copies(givers: Any, copies: Any) -> Any:
     """Return the most copies that a rank sends or receives."""
     home = np.empty_like(givers.rows)
     for rank in range(len(givers.loads)):

@@ -118,3 +118,12 @@ def test_a_second_dispatch_is_not_validated_in_full_and_a_wrong_one_is():
         validator.validate_dispatch([freed()], ids, None)
     with pytest.raises(ValueError, match="payload 0 has shape"):
         validator.validate_dispatch([torch.zeros(2, 4)], ids, None)
+
+
+def test_of_many_sizes_those_used_lately_are_known():
+    """As in training with other numbers of tokens in each step."""
+    inputs, tensors = KnownInputs(), [torch.zeros(size, 1) for size in range(1, 1101)]
+    for tensor in tensors:
+        inputs.add(FINGERPRINT, (tensor,), ("dispatch", 1))
+        finds(inputs, tensors[0])
+    assert [finds(inputs, tensors[at]) for at in (0, 1, 60, 80, 600, 1099)] == [True, False, False, True, True, True]

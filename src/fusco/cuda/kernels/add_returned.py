@@ -43,7 +43,7 @@ def add_returned(
         return None
     assert own.dtype == accumulation_dtype(out.dtype), (own.dtype, out.dtype)
     key = ("add_returned", num_tokens, hidden, out.dtype, returned[0].dtype, len(returned))
-    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, key)
     arguments = prepared.arguments
     arguments.own, arguments.out = own.data_ptr(), out.data_ptr()
     prepared.set_table("returned", [rows.data_ptr() for rows in returned])

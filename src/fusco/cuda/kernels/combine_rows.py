@@ -78,7 +78,7 @@ def combine_rows(
         out.dtype,
         num_sms,
     )
-    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, key)
     arguments = prepared.arguments
     arguments.rows, arguments.out = rows.data_ptr(), out.data_ptr()
     arguments.row_to_slots, weights, arguments.token_to_ranks = held.addresses

@@ -50,7 +50,7 @@ def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -
     if not (first_row[-1] and size):
         return None
     key = ("gather_rows", size, first_row)
-    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, key)
     prepared.arguments.rows = rows.data_ptr()
     prepared.set_table("messages", [part.message for part in parts])
     prepared.set_table("places", [part.places for part in parts])

@@ -84,7 +84,7 @@ class Kernel:
     ) -> None:
         """Launch on a stream handle; with ``is_dependent``, a programmatic dependent launch that may begin early."""
         key = (stream, grid, num_threads, shared_bytes, is_dependent)
-        config = self._configs.get(key) or self._configure(*key)
+        config = self._configs.use(key) or self._configure(*key)
         self._parameters[0] = ctypes.addressof(arguments)
         if result := self.driver_launch(config, self.function, self._parameters, None):
             raise self.error(result)

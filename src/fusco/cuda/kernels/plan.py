@@ -232,7 +232,7 @@ def plan_slots(
     """
     ids, made = published[0].topk_idx, plan.tables
     key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.shape.weight_bytes, *terms)
-    prepared = launcher.prepared.get(key) or _prepare(launcher, tables, plan, published, terms, key)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, tables, plan, published, terms, key)
     arguments = prepared.arguments
     for node, routing in enumerate(published):
         arguments.topk_idx[node] = routing.topk_idx.data_ptr()

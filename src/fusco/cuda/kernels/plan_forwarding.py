@@ -185,7 +185,7 @@ def plan_forwarding(
     weight_bytes = 0 if weights is None else weights.element_size()
     made_for = (summary.address, summary.own_node, expert_to_node.data_ptr())
     key = ("plan_forwarding", topk_idx.shape, topk_idx.element_size(), weight_bytes, *made_for, *terms[:-1])
-    prepared = launcher.prepared.get(key) or _prepare(launcher, key, expert_to_node, summary, terms)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, key, expert_to_node, summary, terms)
     arguments, num_tokens = prepared.arguments, routing.num_tokens
     memory = topk_idx.new_empty(ForwardingTensors.num_elements(num_nodes, num_tokens), dtype=torch.int32)
     plan = ForwardingTensors(memory, num_nodes, num_tokens)

@@ -68,7 +68,7 @@ def scatter_rows(
     row_bytes, routing = tuple(payload.row_bytes for payload in payloads), terms.routing
     of_ids = (routing.topk_idx.element_size(), len(routing.expert_to_rank)) if routing else (0, 0)
     key = ("scatter_rows", held.first_row, held.num_topk, num_local_experts, row_bytes, terms.num_sms, of_ids)
-    prepared = launcher.prepared.get(key) or _prepare(launcher, key)
+    prepared = launcher.prepared.use(key) or _prepare(launcher, key)
     arguments = prepared.arguments
     prepared.set_table("rows", [payload.address for payload in payloads])
     prepared.set_table("outputs", [payload.output_address for payload in payloads])
