@@ -53,7 +53,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "Scheduling": "POLICIES Policy Limits",
     },
     "fusco.placement": {
-        "Plans": "plan_batch Balance BatchPlan plan_placement PlannedPlacement warm_up",
+        "Plans": "plan_batch Balance BatchPlan plan_placement PlannedPlacement",
     },
     "fusco.schedule": {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",

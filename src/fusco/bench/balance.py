@@ -11,8 +11,9 @@ import numpy as np
 from fusco.bench.harness.environment import Measurement
 from fusco.bench.inputs.traffic import Trace
 from fusco.core.placement import ExpertPlacement
-from fusco.placement import Balance, plan_batch, warm_up
+from fusco.placement import Balance, plan_batch
 from fusco.placement.batch import IntArray
+from fusco.placement.placement import warm_up_placement
 
 _REPEATS = 5  # of a plan; the least time counts
 
@@ -69,7 +70,7 @@ def measure_balance(
     first_layer: int = 0,
 ) -> Iterator[BalanceRecord]:
     """Plan each layer for each number of ranks; ``ValueError`` if experts do not divide among ranks."""
-    warm_up()
+    warm_up_placement()
     for ranks in num_ranks:
         homes = np.array(ExpertPlacement.contiguous(num_experts, ranks).expert_to_rank)
         for layer, trace in enumerate(traces, first_layer):

@@ -89,7 +89,7 @@ def _warm_up_cpu(console: Console) -> None:
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.cuda.repeated_calls import warm_up_repeated_calls
     from fusco.integrations.checked_ids import warm_up_checked_ids
-    from fusco.placement import warm_up as warm_up_placement
+    from fusco.placement.placement import warm_up_placement
     from fusco.planner.balancer import warm_up_balancers
     from fusco.schedule import warm_up as warm_up_scheduler
 

@@ -6,8 +6,4 @@ without copies.
 """
 
 from fusco.placement.batch import Balance as Balance, BatchPlan as BatchPlan, plan_batch as plan_batch
-from fusco.placement.placement import (
-    PlannedPlacement as PlannedPlacement,
-    plan_placement as plan_placement,
-    warm_up as warm_up,
-)
+from fusco.placement.placement import PlannedPlacement as PlannedPlacement, plan_placement as plan_placement

@@ -242,7 +242,7 @@ def _share(placed: Any, places: Any, shares: Any) -> None:
                 shares[rank, i] = placed[expert, rank] / totals[expert] if totals[expert] else 1.0
 
 
-def warm_up() -> None:
+def warm_up_placement() -> None:
     """Compile all plans, once on each machine."""
     plan_placement([3.0, 1.0], num_ranks=2, places_per_rank=2, current=[[0, 1], [1, 0]])
     plan_batch([3, 1], [0, 1], num_ranks=2, balance=Balance(spare_places=1))
