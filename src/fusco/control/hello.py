@@ -2,7 +2,8 @@
 
 The server sends a nonce. The client answers with a request and a tag, the server with an answer and a tag: HMAC-SHA256
 of the sender's role, both nonces and the bytes sent. So the secret does not travel, a recorded hello is refused, and no
-message can be sent back to its sender. Nothing is encrypted.
+message can be sent back to its sender. Nothing is encrypted. Requests of status have no challenge: sent again, they do
+nothing that the first has not done.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class _Body:
 class ServerHello:
     """The server's end of a connection that has just been accepted."""
 
-    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+    def __init__(self, connection: socket.socket, secret: bytes, *, challenges: bool = True) -> None:
         """Send the challenge; raises ``OSError`` if the client has closed the connection again."""
-        self.connection, self._secret, self._nonces = connection, secret, os.urandom(NONCE_BYTES)
+        self.connection, self._secret = connection, secret
+        self._nonces = os.urandom(NONCE_BYTES) if challenges else b""
         self._request = _Body(NONCE_BYTES)
-        connection.send(_MAGIC + self._nonces, socket.MSG_NOSIGNAL)
+        if challenges:
+            connection.send(_MAGIC + self._nonces, socket.MSG_NOSIGNAL)
 
     def request(self) -> bytes | None:
         """Return the client's request, ``None`` until it is there; ``OSError`` unless it comes from one that may."""
@@ -84,12 +87,20 @@ class ServerHello:
 class ClientHello:
     """The client's end of a connection that is being made; close ``connection`` when it is no longer needed."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes, request: bytes) -> None:
-        """Begin to connect to an IPv4 address; raises ``OSError``."""
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, request: bytes, *, awaits_challenge: bool = True
+    ) -> None:
+        """Begin to connect to an IPv4 address; raises ``OSError``.
+
+        Without a challenge the request is sent at once, so that a stopped process has it when it continues.
+        """
         self.connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self.connection.settimeout(0)
         self._secret, self._request, self._nonces = secret, request, b""
         self._challenge, self._rest, self._answer = bytearray(), b"", _Body(0)
+        if not awaits_challenge:
+            self._challenge = bytearray(_MAGIC.ljust(CHALLENGE_BYTES))
+            self._send_request(b"")
         try:
             self.connection.connect(address)
         except BlockingIOError:
@@ -121,8 +132,11 @@ class ClientHello:
     def _answer_challenge(self) -> None:
         if not self._challenge.startswith(_MAGIC):
             raise ConnectionError("the other end is not a rank of this version of fusco")
+        self._send_request(bytes(self._challenge[len(_MAGIC) :]))
+
+    def _send_request(self, server_nonce: bytes) -> None:
         nonce = os.urandom(NONCE_BYTES)
-        self._nonces = bytes(self._challenge[len(_MAGIC) :]) + nonce
+        self._nonces = server_nonce + nonce
         tag = tag_of(self._secret, b"client", self._nonces, self._request)
         self._rest = nonce + _SIZE.pack(len(self._request)) + self._request + tag
 

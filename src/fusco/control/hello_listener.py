@@ -33,6 +33,8 @@ class HelloListener:
         secret: bytes,
         answer: Callable[[bytes], bytes | None],
         on_answered: Callable[[bytes, socket.socket], None],
+        *,
+        challenges: bool = True,
     ) -> None:
         """Add the listener to a loop, whose thread calls ``answer`` with a request, then ``on_answered``.
 
@@ -41,7 +43,7 @@ class HelloListener:
         descriptor is left.
         """
         self._loop, self._listener, self._secret = loop, listener, secret
-        self._answer, self._on_answered = answer, on_answered
+        self._answer, self._on_answered, self._challenges = answer, on_answered, challenges
         self._clients: dict[socket.socket, float] = {}  # and when they came; the oldest first
         loop.add(listener, self._accept)
 
@@ -63,7 +65,7 @@ class HelloListener:
             return READ  # the client has closed it again
         connection.settimeout(0)
         try:
-            hello = ServerHello(connection, self._secret)
+            hello = ServerHello(connection, self._secret, challenges=self._challenges)
         except OSError:
             connection.close()
             return READ

@@ -13,7 +13,7 @@ from functools import partial
 
 from fusco.control.hello import ClientHello
 from fusco.control.hello_listener import HelloListener, listen_on
-from fusco.control.socket_loop import NOTHING, SocketLoop
+from fusco.control.socket_loop import NOTHING, WRITE, SocketLoop
 
 _CLIENT_TIMEOUT_S = 5.0  # ranks send their request at once
 _SECONDS_BETWEEN_CHECKS = 0.5  # for clients that have timed out
@@ -34,7 +34,7 @@ class RequestServer:
             self._socket, self._loop = undo.enter_context(listen_on(host)), SocketLoop()
             self.port: int = self._socket.getsockname()[1]
             self._listener = HelloListener(
-                self._loop, self._socket, secret, answer, lambda _, connection: connection.close()
+                self._loop, self._socket, secret, answer, lambda _, connection: connection.close(), challenges=False
             )
             self._thread = threading.Thread(target=self._run, name="fusco-status-server", daemon=True)
             self._thread.start()
@@ -82,13 +82,13 @@ def ask_all(
             while waiting and len(loop) < _MAX_CONNECTIONS:
                 index, address = waiting[0]
                 try:
-                    hello = ClientHello(address, secret, request)
+                    hello = ClientHello(address, secret, request, awaits_challenge=False)
                 except OSError as error:
                     if is_local_failure(error) and len(loop):
                         break  # until a connection under way has closed
                     outcomes[index] = error
                 else:
-                    loop.add(hello.connection, partial(_advance, hello, partial(outcomes.__setitem__, index)))
+                    loop.add(hello.connection, partial(_advance, hello, partial(outcomes.__setitem__, index)), WRITE)
                 waiting.popleft()
             if len(loop) and not loop.turn(max(0.0, deadline - time.monotonic())):
                 break
