@@ -189,5 +189,5 @@ class _Summary:
 
 
 def _num_sms(calls: Sequence[CallProfile]) -> dict[str, int]:
-    """Return how many multiprocessors the dispatch and the combine of a variant took; empty if fusco made neither."""
+    """Return how many SMs the dispatch and the combine of a variant took; empty if fusco made neither."""
     return {verb: call.num_sms for verb, call in zip(("dispatch", "combine"), calls, strict=False) if call.num_sms}
