@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.planner.distribution import assign_slots
+from fusco.planner.distribution import ExpertDistribution
 
 NOT_HERE = -1  # the pair's expert is on another rank, or there is none
 DROPPED = -2  # the pair's expert is here, but its slot is beyond the last one
@@ -94,3 +94,44 @@ def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Te
     for r in range(int(rank.max()) + 1 if rank.numel() else 0):
         marks |= (rank == r).any(1).long() << r
     return torch.where(marks >= 1 << 31, marks - (1 << 32), marks).int()  # the kernel's words are unsigned
+
+
+def assign_slots(
+    local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
+) -> ExpertDistribution:
+    """Assign slots by a stable counting sort by expert, as the kernels ``plan`` and ``plan_pairs`` do.
+
+    Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
+    of (source rank, token, k). With ``static_rows`` the output has that many rows, and pairs beyond them are dropped.
+    ``local_expert``, int (M, K), is the index among this rank's experts; -1 for none or a remote one.
+
+    >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
+    [1, 0, 2]
+    """
+    device = local_expert.device
+    pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
+    pair_to_expert = local_expert[pair_to_row, pair_to_k]
+
+    # Step 1: number of rows of each expert, and the first slot of its block.
+    num_rows = torch.bincount(pair_to_expert, minlength=num_local_experts)
+    block_rows = (num_rows + expert_alignment - 1) // expert_alignment * expert_alignment
+    block_to_first_slot = (0, *block_rows.cumsum(0).tolist())
+
+    # Step 2: a stable sort by expert keeps (source rank, token, k) order inside a block.
+    by_expert = torch.argsort(pair_to_expert, stable=True)
+    first_pair = num_rows.cumsum(0) - num_rows
+    first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=device)
+    position = torch.arange(len(by_expert), device=device)
+    sorted_expert = pair_to_expert[by_expert]
+    pair_to_slot = torch.empty_like(pair_to_row)
+    pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
+
+    # Step 3: drop what does not fit.
+    needed = block_to_first_slot[-1]
+    num_slots = needed if static_rows is None else static_rows
+    if needed > num_slots:
+        is_kept = pair_to_slot < num_slots
+        pair_to_row, pair_to_k, pair_to_slot = pair_to_row[is_kept], pair_to_k[is_kept], pair_to_slot[is_kept]
+        firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=num_slots)
+        num_rows, block_to_first_slot = torch.minimum(num_rows, num_slots - firsts[:-1]), tuple(firsts.tolist())
+    return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots)

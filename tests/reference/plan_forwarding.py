@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fusco.planner.forwarding import DeviceForwarding, mark_destinations
+from fusco.planner.forwarding import mark_destinations
 from fusco.planner.routing import Routing
 
 _LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DeviceForwarding:
+    """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows."""
+
+    # int32 (N, T + 1): the tokens for each node, ascending; entries after them are undefined
+    node_to_tokens: torch.Tensor
+    # int32 (N, T): position of a token among those for a node; -1 for none
+    token_to_place: torch.Tensor
 
 
 class PlannedForwarding(NamedTuple):

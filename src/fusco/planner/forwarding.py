@@ -22,16 +22,6 @@ class NodeForwarding:
         return tuple(map(len, self.node_to_tokens))
 
 
-@dataclass(frozen=True)
-class DeviceForwarding:
-    """Tokens that one rank sends to each other node, as ``NodeForwarding``, with sizes that only the device knows."""
-
-    # int32 (N, T + 1): the tokens for each node, ascending; entries after them are undefined
-    node_to_tokens: torch.Tensor
-    # int32 (N, T): position of a token among those for a node; -1 for none
-    token_to_place: torch.Tensor
-
-
 def mark_destinations(topk_idx: torch.Tensor, expert_to_part: torch.Tensor, num_parts: int) -> torch.Tensor:
     """Mark which parts (nodes, or local ranks) need which tokens.
 

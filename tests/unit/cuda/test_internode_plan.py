@@ -19,11 +19,11 @@ from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
-from fusco.planner.forwarding import DeviceForwarding
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, number_of
 from reference import plan_forwarding as twin
+from reference.plan_forwarding import DeviceForwarding
 from scattered_lanes import ScatteredLanes
 
 CPU = torch.device("cpu")

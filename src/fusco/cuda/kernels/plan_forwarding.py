@@ -113,10 +113,11 @@ class ForwardingTerms(NamedTuple):
 
 
 class ForwardingTensors:
-    """The tokens that a rank sends to other nodes, in one tensor: see ``DeviceForwarding``. No kernel needs views.
+    """The tokens that a rank sends to other nodes, in one tensor. No kernel needs views.
 
     Attributes:
-        memory: int32; the tokens for each node, then the places of all tokens for each node.
+        memory: int32; the tokens for each node, (N, T + 1), ascending, undefined after the last; then the place of each
+            token among those for a node, (N, T), -1 for none.
     """
 
     def __init__(self, memory: torch.Tensor, num_nodes: int, num_tokens: int) -> None:
