@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def test_alltoall_takes_the_rate_for_its_bound():
 
 def test_the_example_runs_on_hosts_as_it_is():
     command = [sys.executable, "-m", "fusco", "testbed", "--hosts", "2", "--", sys.executable, "examples/moe_layer.py"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    # Unbuffered, Python writes a line and its end one after the other, and those of two ranks mix.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, cwd=ROOT, env=buffered, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert sorted(line.split(":")[0] for line in result.stdout.splitlines()) == [
         f"rank {rank}, 2 node(s)" for rank in (0, 1)
