@@ -84,7 +84,7 @@ DEATHS = {
 @pytest.mark.parametrize("order", range(3))
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
 def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(death, order, folder):
-    repeated = Repeated(folder, order, num_ranks=3, patience=1000)
+    repeated = Repeated(folder, order, num_ranks=3, timeout_s=2.0, patience=1000)
     phase, num_complete = DEATHS[death]
     victim, num_replays = 1, 3
 
