@@ -13,7 +13,7 @@ import numpy as np
 
 from fusco.core.errors import ClosedError, PeerFailureError, Stall
 from fusco.rails.buffers import as_bytes
-from fusco.rails.engine import CLOSED, FORKED, LEFT, ChannelState, RequestState, functions
+from fusco.rails.engine import CLOSED, FORKED, LEFT, ChannelState, RequestState, acquire, functions
 from fusco.rails.request import Request
 
 CLOSING_S = 4.0  # what is left to deliver must pass rails that may have failed; the engine gives up after 3 s
@@ -90,7 +90,7 @@ class Channel:
     @property
     def error(self) -> Exception | None:
         """The error of the channel; ``None`` while it works."""
-        if (code := self._state.error) and self._error is None:
+        if self._error is None and self._state.error and (code := acquire(self._state, "error")):
             if code == CLOSED:
                 self._error = ClosedError(self._state.reason.decode())
             else:

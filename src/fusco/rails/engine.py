@@ -108,6 +108,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accept": (c_void_p, (c_void_p, c_void_p)),
     "dial": (c_void_p, (c_void_p, POINTER(Peer), c_char_p)),
     "post": (c_int, (c_void_p, POINTER(RequestState))),
+    "acquire": (c_uint32, (c_void_p,)),
     "wait_for": (c_bool, (POINTER(RequestState), c_int64)),
     "close_channel": (None, (c_void_p,)),
     "release": (None, (c_void_p,)),
@@ -144,6 +145,11 @@ def functions() -> dict[str, Callable[..., Any]]:
         function.restype, function.argtypes = result, arguments
     atexit.register(found["stop"])  # threads of the engine write into memory of this interpreter
     return found
+
+
+def acquire(structure: ctypes.Structure, field: str) -> int:
+    """Return an atomic field of the engine's; what the engine wrote before it is seen after this call."""
+    return int(functions()["acquire"](ctypes.addressof(structure) + getattr(type(structure), field).offset))
 
 
 def ask(name: str, *arguments: Any) -> Any:

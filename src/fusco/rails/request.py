@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fusco.rails.engine import TOO_LARGE, RequestState
+from fusco.rails.engine import TOO_LARGE, RequestState, acquire
 
 _DONE = 3  # a state
 _SLICE_S = 0.1  # of a wait in the engine, so that signals are handled
@@ -58,7 +58,7 @@ class Request:
     @property
     def done(self) -> bool:
         """True once the message was delivered, or cannot be."""
-        return bool(self.state.state == _DONE)
+        return bool(self.state.state == _DONE) and bool(acquire(self.state, "state"))
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the message was delivered and return its bytes.

@@ -71,6 +71,9 @@ EXPORTED int rails_post(struct channel *channel, struct request *request) {
   return error;
 }
 
+/* What was written before an atomic field was is seen after this: loads of an interpreter have no order of their own. */
+EXPORTED uint32_t rails_acquire(const atomic_uint *field) { return atomic_load_explicit(field, memory_order_acquire); }
+
 EXPORTED bool rails_wait_for(struct request *request, int64_t limit_ns) { return request_wait(request, limit_ns); }
 
 EXPORTED void rails_close_channel(struct channel *channel) {
