@@ -49,7 +49,8 @@ class RankTransfers:
         pieces = [piece for transfer in sent for piece in self._pieces(*transfer)]
         output = self._staging[self._num_filled :][: sum(end - begin for _, begin, end in received)]
         return MoveRequest(
-            input=torch.cat(pieces) if len(pieces) > 1 else next(iter(pieces), self._staging[:0]),
+            input=self._staging[:0],
+            pieces=pieces,
             output=output,
             send_rows=self._by_rank(self.plan.dst_ranks, sent),
             receive_rows=self._by_rank(self.plan.src_ranks, received),
