@@ -26,7 +26,8 @@ Made by `make docs` from the docstrings. Only names on this page are public, imp
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {
         "Communicate": "Communicator Dispatched Handle StaticRows Launch Segments Timeline",
-        "All-to-all without a communicator": "all_to_all",
+        "Without a communicator": "all_to_all move_experts",
+        "Experts that move": "MoveTask Pace",
         "Settings and memory": "Settings Capacity memory_size_hint MemorySize",
         "Ranks, nodes and experts": "Topology ExpertPlacement",
         "Forwarding": "Balancer BALANCERS Traffic Groups Lanes Runs",
@@ -53,7 +54,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "Scheduling": "POLICIES Policy Limits",
     },
     "fusco.placement": {
-        "Plans": "plan_batch Balance BatchPlan plan_placement PlannedPlacement",
+        "Plans": "plan_batch Balance BatchPlan plan_placement PlannedPlacement plan_moves MovePlan",
     },
     "fusco.schedule": {
         "Between nodes": "decompose Stages lower_bound_bytes spread_out",
@@ -94,14 +95,14 @@ def exports(package: str) -> dict[str, str]:
 
 
 def with_inherited(source: str) -> str:
-    """Return the text of a module whose classes have the members of their base, if that is imported and not public."""
+    """Return the text of a module whose classes have the members of their bases that are imported and not public."""
     lines, tree = source.splitlines(), ast.parse(source)
     imported = {a.name: i.module for i in tree.body if isinstance(i, ast.ImportFrom) for a in i.names}
     for node in reversed([node for node in tree.body if isinstance(node, ast.ClassDef)]):
         base = ast.unparse(node.bases[0]) if node.bases else ""
         module = imported.get(base) or ""
         if module.startswith("fusco.") and base not in exports("fusco"):
-            text = source_of(module)
+            text = with_inherited(source_of(module))
             (found,) = (each for each in ast.parse(text).body if isinstance(each, ast.ClassDef) and each.name == base)
             lines[node.end_lineno : node.end_lineno] = text.splitlines()[found.body[0].end_lineno : found.end_lineno]
             lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"({base})", "")

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
         schedule as schedule,
     )
     from fusco.api.communicator import Communicator as Communicator
-    from fusco.api.functional import all_to_all as all_to_all
+    from fusco.api.functional import all_to_all as all_to_all, move_experts as move_experts
     from fusco.api.handle import Dispatched as Dispatched, Handle as Handle
     from fusco.api.memory_size import memory_size_hint as memory_size_hint
+    from fusco.api.move_task import MoveTask as MoveTask, Pace as Pace
     from fusco.core.config import Capacity as Capacity, Launch as Launch, Settings as Settings, StaticRows as StaticRows
     from fusco.core.errors import (
         ClosedError as ClosedError,
@@ -65,9 +66,10 @@ if TYPE_CHECKING:
 
 _MODULE_TO_NAMES = {
     "api.communicator": "Communicator",
-    "api.functional": "all_to_all",
+    "api.functional": "all_to_all move_experts",
     "api.handle": "Dispatched Handle",
     "api.memory_size": "memory_size_hint",
+    "api.move_task": "MoveTask Pace",
     "core.config": "Capacity Settings Launch StaticRows",
     "core.memory_size": "MemorySize",
     "core.errors": "ClosedError CompileError FuscoError LaunchError MismatchError OutputMemoryError PeerFailureError "

@@ -136,6 +136,25 @@ class Checks:
         if values.shape != (handle.num_rows,):
             raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
 
+    def require_experts(self, name: str, tensors: Sequence[torch.Tensor], num_places: int) -> None:
+        """Raise unless ``tensors`` are weights of as many experts: tensors (P, ...) with contiguous rows."""
+        if not isinstance(tensors, Sequence):
+            raise TypeError(f"{name} must be a sequence of tensors, got {type(tensors).__name__}")
+        for i, tensor in enumerate(tensors):
+            self._tensor(f"{name}[{i}]", tensor)
+            if tensor.ndim < 1 or len(tensor) < num_places:
+                raise ValueError(f"{name}[{i}] has shape {tuple(tensor.shape)}, but this rank has {num_places} places")
+            if tensor.is_conj() or tensor.is_neg():
+                raise ValueError(f"{name}[{i}] is conjugated or negated when read; pass it resolved")
+            if len(tensor) and not (tensor[0].is_contiguous() and self._is_apart(tensor)):
+                raise ValueError(
+                    f"{name}[{i}] needs contiguous rows that do not overlap, got strides {tensor.stride()}"
+                )
+
+    @staticmethod
+    def _is_apart(tensor: torch.Tensor) -> bool:
+        return len(tensor) < 2 or tensor.stride(0) >= tensor[0].numel()
+
     def require_launch(self, launch: Launch | None) -> Launch:
         """Raise unless ``launch`` has valid device settings; return it, or the defaults for ``None``."""
         if launch is None:

@@ -22,7 +22,7 @@ from fusco.api.autograd import (
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
-from fusco.api.membership import Membership
+from fusco.api.moves import ExpertMoves
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
@@ -32,7 +32,7 @@ from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
 
 
-class Communicator(Membership):
+class Communicator(ExpertMoves):
     """One rank's endpoint of expert-parallel communication among the ranks of a process group.
 
     The constructor is a collective, and so is every verb but ``gather_send`` and ``scatter_recv``: all ranks call the

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.create import check_process_group
+from fusco.api.moves import Weights
+from fusco.placement.moves import Placement
 from fusco.schedule.schedule import ScheduleMode
 
 # By group and device. Module state: the process groups of torch, whose lifetime it follows, are global too.
@@ -39,10 +41,31 @@ def all_to_all(
     if comm is not None and group is not None:
         raise ValueError("all_to_all takes a group or a communicator, not both")
     if comm is None:
-        placed = input if output is None else output
-        device = placed.device if isinstance(placed, torch.Tensor) else torch.device("cpu")
-        comm = _communicator_of(check_process_group(group), device)
+        comm = _communicator_of(check_process_group(group), _device_of(input if output is None else output))
     return comm.all_to_all(output, input, output_split_sizes, input_split_sizes, schedule=schedule)
+
+
+def move_experts(
+    weights: Weights | None,
+    old: Placement,
+    new: Placement,
+    *,
+    targets: Weights | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Move the weights of experts between two placements over one process group, such as from trainers to rollout.
+
+    See ``Communicator.move_experts`` for the arguments and errors. Placements have a row for each rank of the group;
+    ranks without experts in one of them have -1 there, so the owners before and after may be different ranks, with
+    different numbers of places. The communicator is that of ``fusco.all_to_all`` for this group and device.
+    """
+    given = weights if targets is None else targets
+    device = _device_of(given[0] if isinstance(given, Sequence) and given else None)
+    _communicator_of(check_process_group(group), device).move_experts(weights, old, new, targets=targets)
+
+
+def _device_of(tensor: object) -> torch.device:
+    return tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
 
 
 def _communicator_of(group: dist.ProcessGroup, device: torch.device) -> Communicator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -165,11 +165,12 @@ class Membership:
         """
         self._agree(CollectiveFingerprint(operation))
 
-    def _agree(self, fingerprint: CollectiveFingerprint) -> None:
+    def _agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> Sequence[tuple[int, ...]]:
+        """Run a collective that does nothing but ``Session.agree``; return the counts of all ranks."""
         self._session.access.enter(fingerprint.operation, is_for_owner=True)
         try:
             with self._session.collective(fingerprint.operation):
-                self._session.agree(fingerprint)
+                return self._session.agree(fingerprint, counts)
         finally:
             self._session.access.leave()
 

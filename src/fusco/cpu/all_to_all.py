@@ -20,7 +20,7 @@ from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
 from fusco.cpu.channel import RingIn, RingOut
-from fusco.cpu.kernels.segment_memory import ContiguousMemory, JoinedSegments
+from fusco.cpu.kernels.segment_memory import ContiguousMemory, JoinedPieces, JoinedSegments
 from fusco.cpu.memory import CpuMemory
 from fusco.engine.all_to_all import FlowSlice, cut_flow
 from fusco.engine.byte_stream import in_turn
@@ -36,7 +36,7 @@ class Staging:
 
     def __init__(self, memories: Sequence[ByteMemory], num_regions: int) -> None:
         """``memories`` are in the order of ``fusco.schedule.rank_schedule``."""
-        self._tensors = [None if isinstance(memory, JoinedSegments) else memory for memory in memories]
+        self._memories = memories
         self._pieces = [
             memory if isinstance(memory, JoinedSegments) else ContiguousMemory(memory.data_ptr()) for memory in memories
         ]
@@ -47,10 +47,14 @@ class Staging:
         return all(span.region < 0 or self._filled[span.region] >= span.end for span in message.spans)
 
     def in_place(self, message: FlowSlice) -> torch.Tensor | None:
-        """Return the memory of a message if it is one span of a tensor; else ``None``."""
+        """Return the memory of a message if it is one span of a tensor or of a piece; else ``None``."""
         span = message.spans[0]
-        tensor = self._tensors[span.memory]
-        return None if len(message.spans) > 1 or tensor is None else tensor[span.offset : span.end]
+        memory = self._memories[span.memory]
+        if len(message.spans) > 1:
+            return None
+        if isinstance(memory, JoinedPieces):
+            return memory.view(span.offset, span.num_bytes)
+        return None if isinstance(memory, JoinedSegments) else memory[span.offset : span.end]
 
     def gather(self, message: FlowSlice, slot: torch.Tensor) -> None:
         """Copy a message to the first bytes of a slot."""

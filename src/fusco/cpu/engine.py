@@ -31,7 +31,7 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.segment_memory import JoinedSegments
+from fusco.cpu.kernels.segment_memory import JoinedPieces, JoinedSegments
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
@@ -289,7 +289,9 @@ class CpuEngine:
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, self._links)
             with call.profile.spend("wire"):
-                self._run(self._schedule_tasks(rank_schedule, request.memories, call))
+                input_, output = request.memories
+                source = JoinedPieces(request.pieces) if request.pieces else input_
+                self._run(self._schedule_tasks(rank_schedule, [source, output], call))
             return request
 
         return Pending(request.counts, run)

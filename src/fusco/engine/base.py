@@ -219,12 +219,16 @@ class ShuffleRequest(Request):
 
 @dataclass(kw_only=True)
 class AllToAllRequest(Request):
-    """Validated all-to-all of one rank."""
+    """Validated all-to-all of one rank.
+
+    An input in pieces has nothing for this rank itself.
+    """
 
     input: torch.Tensor  # contiguous rows, by destination
     output: torch.Tensor  # contiguous rows, by source; they do not overlap ``input``
     send_rows: Sequence[int]  # number of rows for each rank
     receive_rows: Sequence[int]  # number of rows from each rank
+    pieces: Sequence[torch.Tensor] = ()  # contiguous, uint8: if any, they are the input in order, and ``input`` is not
     mode: ScheduleMode | None = None  # mode of the schedule between nodes; ``None`` lets the engine choose
     requires_grad: bool = False  # whether gradients will be sent back, by another all-to-all
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
 from fusco.placement.batch import Balance, Givers, IntArray, plan_batch, plan_copies
+from fusco.placement.moves import plan_moves
 
 _TOTAL = 1 << 40  # what loads are scaled to, so that sums of integers are exact
 
@@ -246,3 +247,4 @@ def warm_up_placement() -> None:
     """Compile all plans, once on each machine."""
     plan_placement([3.0, 1.0], num_ranks=2, places_per_rank=2, current=[[0, 1], [1, 0]])
     plan_batch([3, 1], [0, 1], num_ranks=2, balance=Balance(spare_places=1))
+    plan_moves([[0], [1]], [[1], [0]])

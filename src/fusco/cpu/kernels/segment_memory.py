@@ -60,6 +60,21 @@ class JoinedSegments:
         _copy_stream(self._addresses, self._ends, first, num_bytes, source, 1)
 
 
+class JoinedPieces(JoinedSegments):
+    """Contiguous tensors of bytes as one memory, in their order; a part of one is sent without a copy."""
+
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self._pieces = pieces
+        self._addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+        self._ends = np.array([len(piece) for piece in pieces], dtype=np.int64).cumsum()
+
+    def view(self, first: int, num_bytes: int) -> torch.Tensor | None:
+        """Return bytes from ``first`` on if one piece has all of them; else ``None``."""
+        piece = int(np.searchsorted(self._ends, first, side="right"))
+        end = first + num_bytes - int(self._ends[piece])  # counted from the end of the piece
+        return None if end > 0 else self._pieces[piece][len(self._pieces[piece]) + end - num_bytes :][:num_bytes]
+
+
 @compiled(nogil=True)
 def _copy_stream(addresses: Any, ends: Any, first: int, num_bytes: int, buffer: int, is_written: int) -> None:
     segment = np.searchsorted(ends, first, side="right")

@@ -1,0 +1,203 @@
+"""Verbs that move experts between ranks: whole placements, at once or in steps, and the copies of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from fusco.api.collective import run_collective
+from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
+from fusco.api.membership import Membership
+from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
+from fusco.api.placement_move import PlacementMove
+from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
+from fusco.api.uncompiled import uncompiled
+from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.core.movable import require_movable_tensors
+from fusco.core.profile import Call
+from fusco.core.rows import wants_grad
+from fusco.engine.base import Pending
+from fusco.placement.batch import BatchPlan
+from fusco.placement.move_steps import MoveSteps
+from fusco.placement.moves import MovePlan, Placement
+
+_PACE = Pace(step_bytes=64 << 20)  # of a move that the caller waits for
+Weights = Sequence[torch.Tensor]
+
+
+class ExpertMoves(Membership):
+    """The verbs of a ``Communicator`` that move experts."""
+
+    @uncompiled
+    def move_experts(
+        self, weights: Weights | None, old: Placement, new: Placement, *, targets: Weights | None = None
+    ) -> None:
+        """Move the weights of experts between placements: afterwards, place p of rank r has the expert ``new[r][p]``.
+
+        An expert crosses to a node once, however many ranks there get it; ranks of a node share its NICs, and nodes
+        exchange in stages, as in ``all_to_all``. What arrives is received beside the weights, and put into its places
+        once all ranks have everything: a rank needs memory for the experts that it receives, and no rank ever uses
+        half an expert. ``new`` does not become the placement of dispatches by this.
+
+        Args:
+            weights: any number of tensors (P, ...) of any dtypes, such as FP8 values and their scales, whose rows
+                ``[p]``, each contiguous, are together the expert in place p; ``None`` on a rank without experts in
+                ``old`` that has ``targets``.
+            old: the expert in each place of each rank, integers (R, P), -1 for none; or a placement, such as an
+                ``ExpertPlacement`` or a ``fusco.placement.PlannedPlacement``. The same on all ranks.
+            new: the same after the move. The number of places may differ, and ranks may have none.
+            targets: tensors to move into, of the dtypes and rows of ``weights``, with the places of ``new``. ``None``
+                moves in place: a place that keeps its expert is not touched. Places that are empty in ``new`` are never
+                touched.
+
+        Raises:
+            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            MismatchError: if ranks differ in placements, dtypes or shapes.
+            PeerFailureError: if a rank fails. On every rank that raises it, all places hold their old experts. If it
+                fails at the very end, other ranks may have their new ones.
+
+        On CUDA the host waits for the device once, before the new experts are put into their places.
+        """
+        self.start_moving_experts(weights, old, new, targets=targets, pace=_PACE).wait()
+
+    @uncompiled
+    def start_moving_experts(
+        self,
+        weights: Weights | None,
+        old: Placement,
+        new: Placement,
+        *,
+        targets: Weights | None = None,
+        pace: Pace | None = None,
+    ) -> MoveTask:
+        """Begin ``move_experts`` in steps, between which any other verb may be called; a collective.
+
+        Call ``step`` of the task on all ranks where the network is idle, such as after a combine, until it returns
+        True. Nothing moves while other verbs run, so none of them is slower.
+
+        Args:
+            weights: as in ``move_experts``. They must not change until the task is done.
+            old: as in ``move_experts``.
+            new: as in ``move_experts``.
+            targets: as in ``move_experts``.
+            pace: size of a step, and the share of time; ``None`` means the defaults. Steps must be of the same size on
+                all ranks.
+        """
+        pace = pace or Pace()
+        with self.rejecting():
+            self._require_eager("move_experts")
+            move = PlacementMove.of((old, new), self.topology, self.rank, weights, targets)
+            self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
+            name = "weights" if move.is_in_place else "targets"
+            self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
+            steps = MoveSteps(move.plan, pace.step_bytes)
+        fields = {**move.fields, "step_bytes": pace.step_bytes}
+        self._agree(CollectiveFingerprint("move_experts", fields))
+        transfers = RankTransfers(steps, self.rank, move.read, self._validator.device)
+        end = partial(self._end_move, partial(move.put, transfers.arrived))
+        return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
+
+    @uncompiled
+    def prefetch_experts(self, weights: Weights, plan: BatchPlan, spare_places: int) -> tuple[torch.Tensor, ...]:
+        """Copy the experts of a batch's plan from their homes to spare places; gradients return to the homes.
+
+        Copies cross to a node once, as in ``move_experts``. The gradients of all copies of an expert travel to its home
+        and are added there in ascending order of rank, in float32 (float64 for float64), so results have the same bits
+        in every run; the sum is rounded once. The backward pass communicates: outputs must be part of the loss on all
+        ranks or on none, with no rows if a rank has no copies.
+
+        Args:
+            weights: tensors (P, ...) of any dtypes, with this rank's experts in the order of ``placement``. They
+                require gradients on all ranks or on none.
+            plan: of ``fusco.placement.plan_batch``, for the experts and ranks of this communicator; the same on all
+                ranks.
+            spare_places: places for copies on each rank, the same on all ranks.
+
+        Returns:
+            For each of ``weights``, a new tensor (spare_places, ...): this rank's copies in the order of the plan, then
+            zeros.
+
+        Raises:
+            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            MismatchError: if ranks differ in plan, dtypes, shapes, or in requiring gradients.
+            PeerFailureError: as in every collective.
+        """
+        with self.rejecting():
+            self._require_eager("prefetch_experts")
+            copies = Copies.of(plan, self.placement, self.topology, spare_places)
+            self._validator.require_experts("weights", weights, len(self.placement.rank_to_experts[self.rank]))
+        is_needed = list(map(wants_grad, weights))
+        fields: Fields = {
+            "copies": describe_places(copies.places),
+            "experts": describe_experts(weights),
+            "requires_grad": str(is_needed),
+        }
+        self._agree(CollectiveFingerprint("prefetch_experts", fields))
+        homes = ExpertMemory(weights)
+        moves = copies.moves(homes.bytes_per_expert)
+
+        def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
+            return homes.pieces(self.placement.expert_to_local[moves.experts[i]], begin, end)
+
+        arrived = self._run_moves("prefetch_experts", moves, read)
+        spares = tuple(weight.new_zeros((spare_places, *weight.shape[1:])) for weight in weights)
+        copies.put(spares, moves, arrived, self.rank)
+        if not any(is_needed):
+            return spares
+        like = [weight.detach() for weight in weights if wants_grad(weight)]
+        way_back = partial(self._return_gradients, copies, [(each.shape, each.dtype) for each in like])
+        return tuple(PrefetchExperts.apply(Prefetched(spares), way_back, *weights))  # type: ignore[no-untyped-call]
+
+    def _return_gradients(
+        self, copies: Copies, shapes: Sequence[tuple[torch.Size, torch.dtype]], grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the gradients of copies to their homes; sum them there in order of rank."""
+        memory = ExpertMemory([grad.contiguous() for grad in grads])
+        moves = copies.moves_home(memory.bytes_per_expert)
+
+        def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
+            return memory.pieces(copies.place_of(i), begin, end)
+
+        arrived = self._run_moves("prefetch_experts (gradients)", moves, read)
+        return copies.sums(shapes, moves, arrived, grads[0])
+
+    def _run_moves(
+        self, name: str, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
+    ) -> dict[int, list[torch.Tensor]]:
+        """Run all steps of moves; return what has arrived here, by transfer."""
+        transfers = RankTransfers(MoveSteps(moves, _PACE.step_bytes), self.rank, read, self._validator.device)
+        for step in range(transfers.num_steps):
+            request = transfers.request(step)
+            self._exchange_step(name, request, is_held=False)
+            transfers.end(step, request)
+        return transfers.arrived
+
+    def _exchange_step(self, name: str, request: MoveRequest, is_held: bool) -> bool:  # noqa: FBT001  of a ``MoveTask``
+        """Exchange the bytes of a step; return False, having moved nothing, if a rank holds back."""
+
+        def prepare(request: MoveRequest, call: Call) -> Pending[bool]:
+            pending = self._engine.prepare_all_to_all(request, call)
+
+            def run(counts: Sequence[tuple[int, ...]]) -> bool:
+                if any(of_rank[0] for of_rank in counts):
+                    return False
+                pending.run([of_rank[1:] for of_rank in counts])
+                return True
+
+            return Pending([int(is_held), *pending.counts], run)
+
+        return run_collective(self._session, self._engine, name, lambda: request, prepare)
+
+    def _end_move(self, put: Callable[[], None], is_held: bool) -> bool:  # noqa: FBT001  of a ``MoveTask``
+        """Put the new experts into their places once all ranks have theirs; return False if a rank holds back."""
+        self._drain()  # on CUDA what a failed rank has not sent would be put into places
+        if any(count for (count,) in self._agree(CollectiveFingerprint("move_experts (end)"), [int(is_held)])):
+            return False
+        put()
+        return True
+
+    def _require_eager(self, verb: str) -> None:
+        require_movable_tensors(verb)
+        self._validator.require_not_capturing(verb)

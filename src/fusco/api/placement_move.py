@@ -1,0 +1,111 @@
+"""A move between two placements at one rank: its tensors, where bytes are read, and how new experts are put down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
+from fusco.control.fingerprint import Fields
+from fusco.core.topology import Topology
+from fusco.placement.batch import IntArray
+from fusco.placement.moves import MovePlan, Placement, as_places, plan_moves
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlacementMove:
+    """Sources and targets of a rank, which are the same memory in a move in place, and the plan of all ranks."""
+
+    rank: int
+    old: IntArray  # (R, P), the expert in each place
+    new: IntArray  # (R, P)
+    plan: MovePlan
+    sources: ExpertMemory
+    targets: ExpertMemory
+    is_in_place: bool
+
+    @classmethod
+    def of(
+        cls,
+        placements: tuple[Placement, Placement],
+        topology: Topology,
+        rank: int,
+        weights: Sequence[torch.Tensor] | None,
+        targets: Sequence[torch.Tensor] | None,
+    ) -> PlacementMove:
+        """Plan a move; raises as ``plan_moves``, and ``ValueError`` if weights and targets do not go together.
+
+        ``placements`` are old and new. ``None`` for weights or targets means the others; not both.
+        """
+        given = [
+            _sequence(name, each) for name, each in (("weights", weights), ("targets", targets)) if each is not None
+        ]
+        if not given:
+            raise ValueError("move_experts needs weights, or targets on a rank that has no experts yet; got neither")
+        sources, into = ExpertMemory(given[0]), ExpertMemory(given[-1])
+        if (from_ := describe_experts(given[0])) != (to := describe_experts(given[-1])):
+            raise ValueError(f"weights are {from_} for each expert, targets {to}")
+        old, new = as_places(placements[0], "old"), as_places(placements[1], "new")
+        plan = plan_moves(old, new, sources.bytes_per_expert, topology)
+        if weights is None and (old[rank] >= 0).any():
+            raise ValueError(f"rank {rank} has experts {old[rank].tolist()} in old, but no weights")
+        return cls(rank=rank, old=old, new=new, plan=plan, sources=sources, targets=into, is_in_place=targets is None)
+
+    @property
+    def fields(self) -> Fields:
+        """What must be equal on all ranks."""
+        return {
+            "old": describe_places(self.old),
+            "new": describe_places(self.new),
+            "experts": describe_experts(self.sources.tensors),
+        }
+
+    def num_places(self, places: IntArray) -> int:
+        """Return how many places this rank's tensors must have for a placement."""
+        return int(np.flatnonzero(places[self.rank] >= 0).max(initial=-1)) + 1
+
+    def read(self, i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Yield bytes of the expert of transfer ``i``, which this rank has."""
+        return self.sources.pieces(self._old_place[int(self.plan.experts[i])], begin, end)
+
+    def put(self, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Write all new experts to their places: those that have arrived, by transfer, and those that were here."""
+        pieces = {int(self.plan.experts[i]): of for i, of in arrived.items()}
+        old, num_bytes = self.old[self.rank], self.sources.bytes_per_expert
+        written = [
+            (place, expert)
+            for place, expert in enumerate(self.new[self.rank].tolist())
+            if expert >= 0 and not (self.is_in_place and place < len(old) and old[place] == expert)
+        ]
+        with torch.inference_mode():  # in which inference tensors may be changed, too
+            for expert in {expert for _, expert in written} - pieces.keys():
+                here = self.sources.pieces(self._old_place[expert], 0, num_bytes)
+                pieces[expert] = [piece.clone() for piece in here] if self._are_shared else [*here]
+            for place, expert in written:
+                self.targets.write(place, pieces[expert])
+        if written:
+            self.targets.count_as_changed()
+
+    @cached_property
+    def _are_shared(self) -> bool:
+        """True if sources may be overwritten while new experts are put into their places."""
+        ends = (self.sources, self.targets)
+        from_, to = ({tensor.untyped_storage().data_ptr() for tensor in end.tensors} for end in ends)
+        return bool(from_ & to)
+
+    @cached_property
+    def _old_place(self) -> dict[int, int]:
+        places = enumerate(self.old[self.rank].tolist())
+        return {expert: place for place, expert in reversed([*places]) if expert >= 0}
+
+
+def _sequence(name: str, tensors: object) -> Sequence[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{name} must be a sequence of tensors, got {type(tensors).__name__}")
+    if wrong := next((each for each in tensors if not isinstance(each, torch.Tensor) or not each.ndim), None):
+        raise TypeError(f"{name} must be tensors (places, ...), got {wrong!r}")
+    return tensors

@@ -1,0 +1,256 @@
+"""The plan of a move: which rank sends which expert to which, so that an expert crosses to a node once.
+
+Shapes: E experts, R ranks, P places on each rank, N nodes, M transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fusco.core.compiled import compiled
+from fusco.core.integers import check_integer
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.placement.batch import BatchPlan, IntArray
+
+
+class _HasPlaces(Protocol):
+    @property
+    def physical_to_logical(self) -> Any: ...
+
+
+Placement: TypeAlias = ExpertPlacement | _HasPlaces | Sequence[Sequence[int]] | IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class MovePlan:
+    """Transfers of experts between ranks: ``experts[i]`` goes from ``src_ranks[i]`` to ``dst_ranks[i]``.
+
+    Attributes:
+        experts, src_ranks, dst_ranks: int64 (M,); transfers between nodes come first, then those within.
+        parents: int64 (M,), the transfer that brings the expert to the sender; -1 if the sender has it already.
+        bytes_per_expert: bytes of the weights of one expert.
+        topology: which ranks share a node.
+    """
+
+    experts: IntArray
+    src_ranks: IntArray
+    dst_ranks: IntArray
+    parents: IntArray
+    bytes_per_expert: int
+    topology: Topology
+
+    @cached_property
+    def crosses(self) -> npt.NDArray[np.bool_]:
+        """True for the transfers between nodes, bool (M,)."""
+        nodes = np.array(self.topology.rank_to_node)
+        return np.asarray(nodes[self.src_ranks] != nodes[self.dst_ranks])
+
+    @cached_property
+    def node_bytes(self) -> IntArray:
+        """Bytes from node (row) to node (column), int64 (N, N), zero on the diagonal."""
+        nodes, found = np.array(self.topology.rank_to_node), np.zeros((self.topology.num_nodes,) * 2, np.int64)
+        src, dst = nodes[self.src_ranks[self.crosses]], nodes[self.dst_ranks[self.crosses]]
+        np.add.at(found, (src, dst), self.bytes_per_expert)
+        return found
+
+    @cached_property
+    def bound_bytes(self) -> int:
+        """Bytes of the busiest NIC, the more of sent and received, if ranks of a node share its bytes evenly."""
+        busiest = max(self.node_bytes.sum(axis=axis).max() for axis in (0, 1))
+        return -(-int(busiest) // self.topology.ranks_per_node)
+
+
+def as_places(placement: Placement, name: str = "placement") -> IntArray:
+    """Return the expert in each place, int64 (R, P), -1 for none.
+
+    Args:
+        placement: such an array or nested sequence; or what has one as ``physical_to_logical``, such as a
+            ``PlannedPlacement``; or an ``ExpertPlacement``, whose experts are in order on each rank.
+        name: what errors call it.
+
+    Raises:
+        TypeError, ValueError: for anything else, with the value.
+
+    >>> as_places(ExpertPlacement.explicit([1, 0, 1], world_size=2)).tolist()
+    [[1, -1], [0, 2]]
+    """
+    given: Any = getattr(placement, "physical_to_logical", None)
+    if given is None and isinstance(placement, ExpertPlacement):
+        most = max(map(len, placement.rank_to_experts))
+        given = [[*experts, *[-1] * (most - len(experts))] for experts in placement.rank_to_experts]
+    places = np.asarray(placement if given is None else given)
+    if places.ndim != 2 or not np.issubdtype(places.dtype, np.integer):
+        raise TypeError(f"{name} must have an integer for each place of each rank, got {placement!r}")
+    if places.min(initial=0) < -1:
+        raise ValueError(f"{name} has expert {places.min()}; -1 is an empty place")
+    return places.astype(np.int64)
+
+
+def plan_moves(old: Placement, new: Placement, bytes_per_expert: int = 1, topology: Topology | None = None) -> MovePlan:
+    """Plan which rank gives which expert to which, from one placement to another.
+
+    A rank that has an expert already, in any place, gets none. An expert crosses to a node once, and only if no rank
+    there has it; the rank that receives it passes it on to others of its node. Step 1: the node that gives each expert
+    that crosses, so that the busiest node sends as little as possible (exact, by augmenting paths). Step 2: ranks; of
+    those that could give or receive, the one with the least so far.
+
+    Args:
+        old: the expert in each place, -1 for none, integers (R, P) or as ``as_places`` takes them.
+        new: the same after the move; the number of places may differ.
+        bytes_per_expert: bytes of the weights of one expert.
+        topology: which ranks share a node; by default all.
+
+    Raises:
+        TypeError, ValueError: for other placements; if the two have different numbers of ranks, which are not those of
+            the topology; or if no rank has an expert that the new placement has.
+
+    Two nodes of two ranks. Expert 0 crosses from rank 0 to rank 2, which passes it on to rank 3:
+
+    >>> plan = plan_moves([[0], [1], [2], [3]], [[0], [1], [0], [0]], 10, Topology.of_equal_nodes(4, 2))
+    >>> list(zip(plan.experts.tolist(), plan.src_ranks.tolist(), plan.dst_ranks.tolist(), plan.parents.tolist()))
+    [(0, 0, 2, -1), (0, 2, 3, 0)]
+    >>> plan.node_bytes.tolist(), plan.bound_bytes
+    ([[0, 10], [0, 0]], 5)
+    """
+    held, wanted = as_places(old, "old"), as_places(new, "new")
+    check_integer("bytes_per_expert", bytes_per_expert, least=0)
+    topology = topology or Topology.of_equal_nodes(max(len(held), 1), max(len(held), 1))
+    if not len(held) == len(wanted) == topology.world_size:
+        raise ValueError(f"old has {len(held)} ranks, new has {len(wanted)}, the topology has {topology.world_size}")
+    num_experts = int(max(held.max(initial=-1), wanted.max(initial=-1))) + 1
+    has, wants = _table(held, num_experts), _table(wanted, num_experts)
+    if lost := np.flatnonzero(wants.any(axis=1) & ~has.any(axis=1)).tolist():
+        raise ValueError(f"new has expert(s) {lost}, which are on no rank in old")
+    nodes = np.array(topology.rank_to_node)
+    member = (nodes[:, None] == np.arange(topology.num_nodes)).astype(np.int64)
+    needs = wants & ~has
+    on_node = has @ member > 0
+    crossings = np.argwhere((needs @ member > 0) & ~on_node)
+    sources = np.full(len(crossings), -1)
+    _spread(crossings, on_node, sources)
+    table = np.empty((int(needs.sum()), 4), np.int64)
+    _choose_ranks(crossings, sources, has, needs, nodes, table)
+    experts, src_ranks, dst_ranks, parents = np.ascontiguousarray(table.T)
+    return MovePlan(experts, src_ranks, dst_ranks, parents, bytes_per_expert, topology)
+
+
+def places_of_copies(plan: BatchPlan, num_ranks: int, places_per_rank: int) -> IntArray:
+    """Return the copies of a batch as a placement, int64 (R, P): each rank's in the order of the plan, then -1.
+
+    Raises ``ValueError`` if a rank has more copies than places.
+
+    >>> copies = BatchPlan(*np.array([[4, 5, 6], [1, 0, 1], [9, 9, 9]]), loads=None, loads_before=None, limit="")
+    >>> places_of_copies(copies, num_ranks=2, places_per_rank=2).tolist()
+    [[5, -1], [4, 6]]
+    """
+    num_copies = np.bincount(plan.ranks, minlength=num_ranks)
+    if (most := int(num_copies.max(initial=0))) > places_per_rank:
+        raise ValueError(f"rank {num_copies.argmax()} has {most} copies, but {places_per_rank} spare places")
+    if len(num_copies) > num_ranks:
+        raise ValueError(f"the plan copies to rank {len(num_copies) - 1}, but there are {num_ranks} ranks")
+    places, order = np.full((num_ranks, places_per_rank), -1), np.argsort(plan.ranks, kind="stable")
+    first = np.cumsum(num_copies) - num_copies
+    places[plan.ranks[order], np.arange(len(order)) - first[plan.ranks[order]]] = plan.experts[order]
+    return places
+
+
+def _table(places: IntArray, num_experts: int) -> npt.NDArray[np.bool_]:
+    """Return which rank has which expert, bool (E, R)."""
+    table = np.zeros((num_experts, len(places)), dtype=np.bool_)
+    ranks, columns = np.nonzero(places >= 0)
+    table[places[ranks, columns], ranks] = True
+    return table
+
+
+@compiled()
+def _spread(crossings: Any, on_node: Any, sources: Any) -> None:
+    """Set the node that gives each expert that crosses; the busiest gives as few as possible."""
+    num_sent = np.zeros(on_node.shape[1], np.int64)
+    for i in range(len(crossings)):
+        for node in range(len(num_sent)):
+            is_less = sources[i] < 0 or num_sent[node] < num_sent[sources[i]]
+            if on_node[crossings[i, 0], node] and is_less:
+                sources[i] = node
+        num_sent[sources[i]] += 1
+    while len(crossings) and _relieve(crossings, on_node, sources, num_sent):
+        pass
+
+
+@compiled()
+def _relieve(crossings: Any, on_node: Any, sources: Any, num_sent: Any) -> bool:
+    """Take one expert from the busiest node, along a path of nodes; return False if no path ends lower."""
+    busiest = num_sent.argmax()
+    reached_by, queue = np.full(len(num_sent), -1), np.empty(len(num_sent), np.int64)
+    queue[0], begin, end = busiest, 0, 1
+    while begin < end:
+        giver = queue[begin]
+        begin += 1
+        for i in range(len(crossings)):
+            if sources[i] != giver:
+                continue
+            for node in range(len(num_sent)):
+                if node == busiest or reached_by[node] >= 0 or not on_node[crossings[i, 0], node]:
+                    continue
+                reached_by[node] = i
+                if num_sent[node] < num_sent[busiest] - 1:
+                    num_sent[node] += 1
+                    _shift(reached_by, busiest, node, sources)
+                    num_sent[busiest] -= 1
+                    return True
+                queue[end] = node
+                end += 1
+    return False
+
+
+@compiled()
+def _shift(reached_by: Any, first: int, last: int, sources: Any) -> None:
+    """Let each node of a path give what the node before it gave."""
+    taker = last
+    while taker != first:
+        crossing = reached_by[taker]
+        giver = sources[crossing]
+        sources[crossing] = taker
+        taker = giver
+
+
+@compiled()
+def _choose_ranks(crossings: Any, sources: Any, has: Any, needs: Any, nodes: Any, table: Any) -> None:
+    """Fill the table (M, 4) of expert, source, destination, parent: first what crosses, then what stays on a node."""
+    num_experts, num_ranks = has.shape
+    num_sent, num_received, num_given = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
+    brought = np.full((num_experts, nodes.max() + 1), -1)
+    for i in range(len(crossings)):
+        expert, node = crossings[i]
+        src = _least(has[expert], nodes, sources[i], num_sent)
+        dst = _least(needs[expert], nodes, node, num_received)
+        num_sent[src] += 1
+        num_received[dst] += 1
+        table[i, 0], table[i, 1], table[i, 2], table[i, 3] = expert, src, dst, -1
+        brought[expert, node] = i
+    num = len(crossings)
+    for expert in range(num_experts):
+        for dst in range(num_ranks):
+            parent = brought[expert, nodes[dst]]
+            if not needs[expert, dst] or (parent >= 0 and table[parent, 2] == dst):
+                continue
+            src = table[parent, 2] if parent >= 0 else _least(has[expert], nodes, nodes[dst], num_given)
+            num_given[src] += 1
+            table[num, 0], table[num, 1], table[num, 2], table[num, 3] = expert, src, dst, parent
+            num += 1
+
+
+@compiled()
+def _least(can: Any, nodes: Any, node: int, loads: Any) -> int:
+    """Return the least loaded rank of a node, of those that can."""
+    best = -1
+    for rank in range(len(loads)):
+        if can[rank] and nodes[rank] == node and (best < 0 or loads[rank] < loads[best]):
+            best = rank
+    return best
