@@ -156,7 +156,7 @@ def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
         seen.append((num_done, len(log.read_text().splitlines()) if log.exists() else 0))
 
     with LocalWorld(1) as world, watching(world.store, look):
-        world.run(train_and_log, 1, one_rank_job(num_steps=4), False, log, world.store.port)
+        world.run(train_and_log, 1, one_rank_job(num_steps=4), None, False, log, world.store.port)
     assert all(num_lines >= num_done for num_done, num_lines in seen)
     assert seen[-1] == (4, 4)
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]

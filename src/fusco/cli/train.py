@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,13 +16,15 @@ from fusco.cli import options
 from fusco.cli.options import Device, with_groups
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import ResultTable, describe_origin
-from fusco.cli.train_presets import PresetName, SizeOptions
+from fusco.cli.train_options import RunOptions, SavingOptions, keep_steps, num_steps_of, take_up, write_options
+from fusco.cli.train_presets import SizeOptions
 from fusco.core.requirements import check_cuda_core, check_fsdp
 
 if TYPE_CHECKING:
     from fusco.ranks.torchrun import Launched
     from fusco.train.job import TrainingJob
     from fusco.train.records import Run, RunRecord
+    from fusco.train.saving import Saving
 
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
 
@@ -30,30 +32,10 @@ _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at onc
 @with_groups
 def train(
     *,
-    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small",
-    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = "cpu",
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one for each GPU.")] = None,
-    ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2,
+    context: typer.Context,
+    run: RunOptions,
     sizes: SizeOptions,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
-    router_loss: Annotated[
-        float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
-    ] = 0.01,
-    dispatcher: Annotated[
-        Literal["fusco", "torch", "both"],
-        typer.Option(help="What moves tokens; both: one run each from the same weights, compared."),
-    ] = "fusco",
-    activation_checkpointing: Annotated[
-        Literal["none", "full", "selective"],
-        typer.Option(help="What blocks recompute in the backward pass: nothing, all, all but dispatch and combine."),
-    ] = "none",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="File or directory to train on, one token per byte. Default: this machine's Python sources."),
-    ] = None,
-    text_bytes: Annotated[int, typer.Option(min=1, help="Maximum bytes of the text.")] = 32 << 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
-    timeout_s: options.Timeout = 60.0,
+    saving: SavingOptions,
     record_trace: Annotated[
         Path | None,
         typer.Option(
@@ -80,22 +62,31 @@ def train(
     if record_trace:
         check_trace_path(record_trace)
     joined = launched()
+    if saving.resume:
+        given = [option.removeprefix("--").replace("-", "_") for option in options.given_options(context)]
+        run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
+        saving = take_up(saving.resume, saving, [*given, "save", "resume"])
+    saving.check(run.dispatcher)
     job = TrainingJob(
-        device=device,
-        num_ranks=_num_ranks(ranks, device, joined),
-        ep_size=ep_size,
-        num_steps=steps,
-        router_loss=router_loss,
-        dispatchers=("fusco", "torch") if dispatcher == "both" else (dispatcher,),
-        activation_checkpointing=activation_checkpointing,
-        seed=seed,
-        text=text,
-        text_bytes=text_bytes,
-        timeout_s=timeout_s,
-        **sizes.arguments(preset),
+        device=run.device,
+        num_ranks=_num_ranks(run.ranks, run.device, joined),
+        ep_size=run.ep_size,
+        num_steps=run.steps,
+        router_loss=run.router_loss,
+        dropout=run.dropout,
+        dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
+        activation_checkpointing=run.activation_checkpointing,
+        seed=run.seed,
+        text=run.text,
+        text_bytes=run.text_bytes,
+        timeout_s=run.timeout_s,
+        **sizes.arguments(run.preset),
     )
+    saves = _saving(saving, job)
+    if saves and not saves.resumes and not (joined and joined.rank):
+        write_options(saves.folder, (run, sizes, saving))
     console = new_console(json)
-    runs = _run(job, joined, console, keeps_routing=record_trace is not None, json=json)
+    runs = _run(job, saves, joined, console, keeps_routing=record_trace is not None, json=json)
     if runs is None:
         return
     records = summarize(job, runs)
@@ -105,6 +96,25 @@ def train(
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
         console.print(_how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+
+
+def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
+    """Return where the run is saved; ``ValueError`` if the run that it continues has nothing left to do."""
+    from fusco.fsdp import latest_run
+    from fusco.train.saving import Saving
+
+    if chosen.folder is None:
+        return None
+    if chosen.resume:
+        latest = latest_run(chosen.resume)
+        if (done := num_steps_of(latest)) >= job.num_steps:
+            raise ValueError(f"the run in {chosen.resume} has {done} steps, of --steps {job.num_steps}: ask for more")
+    return Saving(
+        folder=chosen.folder.resolve(),
+        every=chosen.save_every,
+        keep_last=chosen.keep_last,
+        resumes=chosen.resume is not None and latest is not None,
+    )
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
@@ -120,10 +130,17 @@ def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> i
 
 
 def _run(
-    job: TrainingJob, joined: Launched | None, console: Console, *, keeps_routing: bool, json: Path | None
+    job: TrainingJob,
+    saves: Saving | None,
+    joined: Launched | None,
+    console: Console,
+    *,
+    keeps_routing: bool,
+    json: Path | None,
 ) -> list[Run] | None:
     """Train. Problems of the machine or the text raise before any process starts."""
     from fusco.cpu.kernels.warm_up import warm_up_cpu
+    from fusco.fsdp import latest_run
     from fusco.train.rank import train_and_log
     from fusco.train.text import load_text
 
@@ -134,11 +151,11 @@ def _run(
     if joined is None:
         load_text(job)
     if json and not (joined and joined.rank):
-        write_json_lines([], json)
+        keep_steps(json, latest_run(saves.folder) if saves and saves.resumes else None)
     try:
         results = run_on_ranks(
             train_and_log,
-            (job, keeps_routing, absolute(json)),
+            (job, saves, keeps_routing, absolute(json)),
             job.num_ranks,
             console,
             device=job.device,
@@ -148,6 +165,8 @@ def _run(
     except Interrupted as interrupt:
         has_steps = json is not None and json != STDOUT and json.is_file() and json.stat().st_size > 0
         kept = f"; the steps until then are in {json}" if has_steps else ""
+        if saves and latest_run(saves.folder):
+            kept += f"; to continue: fusco train --resume {shlex.quote(str(saves.folder))}"
         raise (Terminated if isinstance(interrupt, Terminated) else Interrupted)(kept) from interrupt
     return results[0] if results else None
 

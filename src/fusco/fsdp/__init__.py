@@ -21,6 +21,14 @@ from fusco.fsdp.loss import global_sum as global_sum, scale_loss as scale_loss
 from fusco.fsdp.mesh import EPMesh as EPMesh, build_mesh as build_mesh
 from fusco.fsdp.meta import materialize as materialize, parameters_on_meta as parameters_on_meta
 from fusco.fsdp.parallelize import parallelize as parallelize
+from fusco.fsdp.run_state import (
+    AsyncSaver as AsyncSaver,
+    HasState as HasState,
+    RunState as RunState,
+    latest_run as latest_run,
+    load_run as load_run,
+    save_run as save_run,
+)
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,

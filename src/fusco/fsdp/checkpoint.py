@@ -41,9 +41,13 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be written.
     """
-    state = _on_all_ranks(lambda: _state(model, optimizer), model)
+    write_checkpoint(path, _on_all_ranks(lambda: capture_checkpoint(model, optimizer), model))
+
+
+def write_checkpoint(path: str | Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Write what ``capture_checkpoint`` returned, as ``save_checkpoint``; a collective of the group, by default all."""
     with _as_errors(f"{path} cannot be written"):
-        save(state, storage_writer=CheckpointWriter(path))
+        save(state, storage_writer=CheckpointWriter(path), process_group=group)
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -65,7 +69,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     def prepare() -> tuple[dict[str, Any], set[str]]:
         if optimizer:
             filled.extend(fill_state(optimizer))
-        state = _state(model, optimizer)
+        state = capture_checkpoint(model, optimizer)
         return state, _check(Path(path), state)
 
     try:
@@ -87,7 +91,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         raise
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def capture_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the tensors and values of a checkpoint, not copied: this rank's part of them."""
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)

@@ -50,6 +50,7 @@ class TrainingJob:
     learning_rate: float  # of AdamW
     warmup_steps: int = 0  # steps of linear learning-rate warm-up; 0 for none
     router_loss: float = 0.01  # weight of ``balance_loss``, which evens out the experts' loads
+    dropout: float = 0.0  # probability with which an attention probability is dropped
     # ``"fusco"`` or ``"torch"``, one run each, from the same weights and data
     dispatchers: tuple[str, ...] = ("fusco",)
     activation_checkpointing: Checkpointing = "none"  # as for ``fusco.fsdp.parallelize``
@@ -62,12 +63,7 @@ class TrainingJob:
     timeout_s: float = 60.0  # the limit of every wait in fusco, in seconds
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("router_loss", "warmup_steps"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        self._check_ranges()
         if self.num_ranks % self.ep_size:
             raise ValueError(f"ep_size={self.ep_size} does not divide the {self.num_ranks} ranks")
         if self.shape.num_experts % self.ep_size:
@@ -81,6 +77,16 @@ class TrainingJob:
                 )
         if self.tokens % self.length:
             raise ValueError(f"sequences of length {self.length} do not divide the {self.tokens} tokens of a rank")
+
+    def _check_ranges(self) -> None:
+        for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        for name in ("router_loss", "warmup_steps"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
     @property
     def num_sequences(self) -> int:

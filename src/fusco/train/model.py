@@ -18,7 +18,7 @@ _STD = 0.02  # of initial weights, as in Qwen3
 def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher) -> nn.Module:
     """Return a parallelized Qwen3-MoE; its weights depend on seed, shape and device type only, not on the ranks."""
     with fsdp.parameters_on_meta():
-        model = make_qwen3(job.shape, use_cache=False)
+        model = make_qwen3(job.shape, use_cache=False, attention_dropout=job.dropout)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp.parallelize(
         model,

@@ -24,7 +24,8 @@ from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
 from fusco.train.observer import SECTIONS, ObservingDispatcher
 from fusco.train.records import Run, StepRecord
-from fusco.train.text import load_text, make_batch
+from fusco.train.saving import Saving, saving_run
+from fusco.train.text import load_text, make_batch, mix_seed
 
 _MAX_GRAD_NORM = 1.0
 
@@ -32,6 +33,7 @@ _MAX_GRAD_NORM = 1.0
 def train_and_log(
     group: dist.ProcessGroup,
     job: TrainingJob,
+    saving: Saving | None,
     keeps_routing: bool,  # noqa: FBT001  passed by position
     log: Path | None,
     progress_port: int | None,
@@ -43,10 +45,16 @@ def train_and_log(
         write_json_lines([step], None if group.rank() else log, appends=True)
         progress.advance(step.describe())
 
-    return train_rank(job, on_step, keeps_routing=keeps_routing)
+    return train_rank(job, on_step, saving=saving, keeps_routing=keeps_routing)
 
 
-def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_routing: bool = False) -> list[Run]:
+def train_rank(
+    job: TrainingJob,
+    report: Callable[[StepRecord], None],
+    *,
+    saving: Saving | None = None,
+    keeps_routing: bool = False,
+) -> list[Run]:
     """Train one rank's part of a job; a collective of all ranks of the default group.
 
     ``report`` is called after every step; ``keeps_routing`` gathers the routing of the last step on rank 0. Returns one
@@ -57,7 +65,7 @@ def train_rank(job: TrainingJob, report: Callable[[StepRecord], None], *, keeps_
     for name in job.dispatchers:
         with _dispatcher(name, job, mesh) as inner:
             observer = ObservingDispatcher(inner, SectionTimer(job.device), job.shape.num_layers, keeps_routing)
-            runs.append(_run(job, name, mesh, observer, text, report))
+            runs.append(_run(job, name, mesh, observer, text, report, saving))
         gc.collect()  # modules and their hooks are cycles, and the next run needs their memory
         if job.device == "cuda":
             torch.cuda.empty_cache()
@@ -81,29 +89,33 @@ def _run(
     observer: ObservingDispatcher,
     text: torch.Tensor,
     report: Callable[[StepRecord], None],
+    saving: Saving | None,
 ) -> Run:
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     model = make_model(job, mesh, observer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     warmup = LambdaLR(optimizer, lambda index: min(1.0, (index + 1) / max(1, job.warmup_steps)))
+    torch.manual_seed(mix_seed(job.seed, dist.get_rank()))  # of dropout
     steps = []
-    for index in range(job.num_steps):
-        batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
-        observer.start_step()
-        _barrier()
-        start = time.perf_counter()
-        loss, router_loss = _losses(job, model, batch, mesh)
-        (loss + router_loss).backward()  # type: ignore[no-untyped-call]
-        norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
-        observer.synchronize()  # raises if rows did not arrive, before their gradients are used
-        optimizer.step()
-        warmup.step()
-        optimizer.zero_grad()
-        mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has finished the step
-        step_s = time.perf_counter() - start
-        steps.append(_record(job, observer, name, index, (mean_loss, float(norm)), step_s))
-        report(steps[-1])
+    with saving_run(saving, fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)) as saver:
+        for index in range(saver.load(), job.num_steps):
+            batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
+            observer.start_step()
+            _barrier()
+            start = time.perf_counter()
+            loss, router_loss = _losses(job, model, batch, mesh)
+            (loss + router_loss).backward()  # type: ignore[no-untyped-call]
+            norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+            observer.synchronize()  # raises if rows did not arrive, before their gradients are used
+            optimizer.step()
+            warmup.step()
+            optimizer.zero_grad()
+            mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has finished the step
+            step_s = time.perf_counter() - start
+            steps.append(_record(job, observer, name, index, (mean_loss, float(norm)), step_s))
+            report(steps[-1])
+            saver.save_if_due(index + 1, job.num_steps)
     return Run(
         steps=steps,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -1,0 +1,135 @@
+"""Options of ``fusco train`` that define a run, are kept in the folder it is saved in, and are taken up by --resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.names import STDOUT
+from fusco.cli import options
+from fusco.cli.options import Device
+from fusco.cli.train_presets import PresetName
+from fusco.core.files import written_beside
+
+_Options = TypeVar("_Options")
+_FILE = "options.json"  # in the folder of a run
+# Options with which a run can be continued although it was begun with others. All others change what it learns.
+_CHANGEABLE = {
+    *("device", "ranks", "ep_size", "steps", "dispatcher", "activation_checkpointing", "timeout_s"),
+    *("save", "save_every", "keep_last", "resume"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that define a run, but for sizes."""
+
+    preset: Annotated[PresetName, typer.Option(help="Sizes to start from; large is for GPUs.")] = "small"
+    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = "cpu"
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one for each GPU.")] = None
+    ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200
+    router_loss: Annotated[
+        float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
+    ] = 0.01
+    dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of attention probabilities.")] = 0.0
+    dispatcher: Annotated[
+        Literal["fusco", "torch", "both"],
+        typer.Option(help="What moves tokens; both: one run each from the same weights, compared."),
+    ] = "fusco"
+    activation_checkpointing: Annotated[
+        Literal["none", "full", "selective"],
+        typer.Option(help="What blocks recompute in the backward pass: nothing, all, all but dispatch and combine."),
+    ] = "none"
+    text: Annotated[
+        Path | None,
+        typer.Option(help="File or directory to train on, one token per byte. Default: this machine's Python sources."),
+    ] = None
+    text_bytes: Annotated[int, typer.Option(min=1, help="Maximum bytes of the text.")] = 32 << 20
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0
+    timeout_s: options.Timeout = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingOptions:
+    """Options that say what is saved of a run."""
+
+    save: Annotated[Path | None, typer.Option(file_okay=False, help="Save the run in this folder, to --resume.")] = None
+    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between saves. Default: at the end only.")] = None
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Saves to keep. Default: all.")] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Continue the run saved in this folder, with its options."),
+    ] = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that the run is saved in."""
+        return self.resume or self.save
+
+    def check(self, dispatcher: str) -> None:
+        """Raise ``ValueError`` for options that do not go together."""
+        if self.resume and self.save and self.resume.resolve() != self.save.resolve():
+            raise ValueError(f"--resume {self.resume} saves into its own folder, not into --save {self.save}")
+        if not self.folder and (self.save_every or self.keep_last):
+            raise ValueError("--save-every and --keep-last go with --save FOLDER")
+        if self.folder and dispatcher == "both":
+            raise ValueError("--dispatcher both makes two runs, but one is saved in a folder: choose one dispatcher")
+
+
+def write_options(folder: Path, groups: Collection[Any]) -> None:
+    """Write the options of a new run into its folder; ``ValueError`` if another run is in it."""
+    if folder.is_dir() and (next(folder.glob("step-*"), None) is not None):
+        raise ValueError(f"{folder} has saved steps: continue with --resume {folder}, or save into another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {name: value for group in groups for name, value in asdict(group).items()}
+    with written_beside(folder / _FILE) as beside:
+        beside.write_text(json.dumps(chosen, default=str, indent=1), encoding="utf-8")
+
+
+def take_up(folder: Path, group: _Options, given: Collection[str]) -> _Options:
+    """Return a group of options with the values of the run in a folder.
+
+    Those of ``given``, by name, replace them where a run can be continued with others.
+
+    Raises ``ValueError`` for a folder without options, and for another value of an option that changes the run.
+    """
+    try:
+        saved: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {_FILE}: it is not a folder that fusco train --save wrote") from error
+    values = {}
+    for each in fields(group):  # type: ignore[arg-type]  # a dataclass, which no protocol says
+        name, value = each.name, getattr(group, each.name)
+        before = saved.get(name, each.default)
+        if name == "text" and before is not None:
+            before = Path(before)
+        if name in given and name not in _CHANGEABLE and value != before:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {value} does not continue the run in {folder}, which has {option} {before}")
+        values[name] = value if name in given else before
+    return type(group)(**values)
+
+
+def num_steps_of(saved: Path | None) -> int:
+    """Return the number of finished steps in the folder of a saved step, which its name has."""
+    return 0 if saved is None else int(saved.name.split("-")[1])
+
+
+def keep_steps(path: Path, saved: Path | None) -> None:
+    """Empty a file of JSON lines, but for the records of the steps in the run that is continued."""
+    kept = []
+    if saved and path != STDOUT and path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record.get("kind") == "step" and record["step"] < num_steps_of(saved):
+                kept.append(line + "\n")
+    write_json_lines([], path)
+    if kept:
+        path.write_text("".join(kept), encoding="utf-8")

@@ -1,0 +1,82 @@
+"""``fusco train --save`` is killed, and ``--resume`` ends where an uninterrupted run does, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'transformers>=5.9'")
+
+from fusco.cli.main import app
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
+SMALL = [argument for name, size in SIZES.items() for argument in (f"--{name}", str(size))]
+RUN = [*SMALL, "--text-bytes", "100000", "--ranks", "2", "--dropout", "0.2", "--steps", "50"]
+
+
+def train(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def losses(path):
+    steps = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "step"]
+    assert [step["step"] for step in steps] == list(range(50))
+    return [(step["loss"], step["gradient_norm"]) for step in steps]
+
+
+def weights(run, into):
+    dcp_to_torch_save(run / "step-00000050", into)
+    return torch.load(into)
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[name]) for name, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_killed_run_continues_bit_for_bit(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = train(*RUN, "--save", whole, "--json", tmp_path / "whole.jsonl")
+    assert done.exit_code == 0, done.output
+    log = tmp_path / "killed.jsonl"
+    command = [sys.executable, "-m", "fusco", "train", *RUN, "--save", killed, "--save-every", "8", "--json", log]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
+        deadline = time.monotonic() + 120
+        while not (killed / "step-00000016").exists():
+            assert time.monotonic() < deadline
+            assert run.poll() is None
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGKILL)
+    assert not (killed / "step-00000050").exists()
+    done = train("--resume", killed, "--keep-last", "1", "--json", log)
+    assert done.exit_code == 0, done.output
+    assert losses(log) == losses(tmp_path / "whole.jsonl")
+    assert same(weights(whole, tmp_path / "whole.pt"), weights(killed, tmp_path / "killed.pt"))
+    assert [path.name for path in killed.glob("step-*")] == ["step-00000050"]
+
+    for arguments, text in (
+        (["--resume", killed], f"the run in {killed} has 50 steps, of --steps 50: ask for more"),
+        (
+            ["--resume", killed, "--hidden", "64"],
+            f"--hidden 64 does not continue the run in {killed}, which has --hidden 32",
+        ),
+        ([*RUN, "--save", killed], f"{killed} has saved steps: continue with --resume {killed}"),
+        (["--resume", tmp_path], f"{tmp_path} has no options.json"),
+        (["--save-every", "3"], "--save-every and --keep-last go with --save FOLDER"),
+    ):
+        assert text in str(train(*arguments).exception)
