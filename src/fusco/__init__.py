@@ -10,6 +10,7 @@ Layers, each importing only those below it::
     offload                 copies between GPUs and host memory over several PCIe links
     cpu  cuda               the two backends; neither imports the other
     engine                  shared by both backends: the interface, byte streams, tasks
+    simulate                how long a collective would take on a cluster: links, flows, systems
     planner  placement      routing -> plan, traffic -> lanes or groups | loads -> owners of experts
     rails                   several NICs of a host as one link
     schedule  control       bytes -> one-to-one stages | bootstrap, agreement and failure detection

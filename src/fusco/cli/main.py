@@ -25,6 +25,7 @@ from fusco.cli.plan import plan
 from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
 from fusco.cli.schedule import schedule
+from fusco.cli.simulate import simulate
 from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
@@ -44,7 +45,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench_app, name="bench")
-for _command in (plan, schedule, train, rails, doctor, warm_up, integrations):
+for _command in (plan, schedule, simulate, train, rails, doctor, warm_up, integrations):
     app.command()(_command)
 app.command("testbed")(run_testbed)
 

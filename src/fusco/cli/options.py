@@ -143,6 +143,19 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
     return list(dict.fromkeys(names))
 
 
+def integers(given: Sequence[str], option: str) -> list[int]:
+    """Return positive integers given with commas between them, repeatedly, or both; else ``ValueError``.
+
+    >>> integers(["8,64", "512"], "nodes")
+    [8, 64, 512]
+    """
+    names = choose_names(given, [], option)
+    for name in names:
+        if not name.isdecimal() or not int(name):
+            raise ValueError(f"--{option} needs positive integers, got {name!r}")
+    return [int(name) for name in names]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
     """Options that describe a rank's tokens and the experts that they choose, except ``--traffic``."""
