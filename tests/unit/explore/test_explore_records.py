@@ -17,7 +17,8 @@ def test_variants_of_a_shuffle():
     assert runs.title == "fusco takes 5 ms, baseline 2.0 times as long"
     assert runs.machine == "measured on AMD EPYC, 2 nodes x 2 ranks"
     fusco, baseline = runs.runs
-    assert (fusco.workload, fusco.bound_ms, fusco.internode_bytes, fusco.lower_bound_bytes) == ("trace", 3.0, 3000, 2000)
+    assert (fusco.workload, fusco.bound_ms) == ("trace", 3.0)
+    assert (fusco.internode_bytes, fusco.lower_bound_bytes) == (3000, 2000)
     assert (baseline.is_right, baseline.bound_ms, baseline.note) == (False, None, "wrong")
 
 

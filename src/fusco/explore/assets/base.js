@@ -158,15 +158,21 @@ function swatch(text, style, kind = "") {
 
 // --- tables
 
-const MAX_TABLE_ROWS = 2048;
+const MAX_TABLE_ROWS = 1024;
 
 /**
  * Make a table with the numbers of a picture, closed at first and filled when it is opened.
+ * @param {View} view
  * @param {string} caption
  * @param {() => {head: string[], rows: (string | Figure)[][]}} content
  */
-function numbers(caption, content) {
-  const place = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption });
+function numbers(view, caption, content) {
+  const place = el("div", {
+    class: "scroll",
+    tabindex: 0,
+    role: "region",
+    "aria-label": `${view.question} ${caption}`,
+  });
   const whole = el("details", {}, el("summary", {}, "The numbers as a table"), place);
   whole.addEventListener("toggle", () => {
     if (whole.open && !place.firstChild) place.append(table(caption, content()));

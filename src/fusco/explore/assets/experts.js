@@ -9,7 +9,7 @@
 
 /** @param {ExpertsView} view */
 function drawExperts(view) {
-  const closed = numbers("Busiest rank over the mean, copies, and rows of each rank without copies", () =>
+  const closed = numbers(view, "Busiest rank over the mean, copies, and rows of each rank without copies", () =>
     expertsTable(view),
   );
   if (!view.before.length) return [layerDots(view), expertsLegend([]), closed];
@@ -59,9 +59,9 @@ function expertsTable(view) {
   const hasRanks = view.before.length > 0 && view.before[0].length <= 64;
   const ranks = hasRanks ? range(view.before[0].length).map((rank) => `rank ${rank}`) : [];
   return {
-    head: ["", "busiest / mean", "with copies", "copies", ...ranks],
+    head: ["layer", "busiest / mean", "with copies", "copies", ...ranks],
     rows: view.layers.map((layer, i) => [
-      `layer ${layer}`,
+      String(layer),
       ...[view.ratio_before[i], view.ratio_after[i], view.copies[i]].map((value) => figure(value)),
       ...(hasRanks ? view.before[i].map((rows) => figure(rows)) : []),
     ]),

@@ -40,8 +40,8 @@ function drawCopies(view) {
   });
   return [
     list,
-    numbers("Rows between nodes in one dispatch", () => ({
-      head: ["", "rows", "MB", "rows a token"],
+    numbers(view, "Rows between nodes in one dispatch", () => ({
+      head: ["copies", "rows", "MB", "rows a token"],
       rows: view.bars.map((bar) => [
         bar.label,
         figure(bar.rows),
@@ -163,7 +163,7 @@ function drawLinks(view) {
     );
   if (isNodes) legend.append(el("span", {}, "a bar is the busiest rank of its node"));
   const summary = el("div", {}, legend, ...(node ? [node.field] : []));
-  return [list, summary, numbers("Rows of each rank between nodes", () => linksTable(view))];
+  return [list, summary, numbers(view, "Rows of each rank between nodes", () => linksTable(view))];
 }
 
 /**
@@ -215,8 +215,11 @@ function linksTable(view) {
     ...view.balancers.flatMap((each) => [figure(each.send_ratio), figure(each.receive_ratio)]),
   ];
   const ranks = range(view.balancers[0].sends.length).map((rank) => [
-    `rank ${rank}`,
+    String(rank),
     ...view.balancers.flatMap((each) => [figure(each.sends[rank]), figure(each.receives[rank])]),
   ]);
-  return { head: ["", ...view.balancers.flatMap((each) => [`${each.name} sends`, "receives"])], rows: [all, ...ranks] };
+  return {
+    head: ["rank", ...view.balancers.flatMap((each) => [`${each.name} sends`, "receives"])],
+    rows: [all, ...ranks],
+  };
 }

@@ -177,7 +177,7 @@ function drawMatrix(view) {
   const parts = [el("div", { class: "pair" }, ...shown), legend];
   if (view.cell === "node" && view.nodes_per_cell === 1 && view.ranks_before.length)
     parts.push(ranksOfNode(view, maps));
-  parts.push(numbers("Rows that each one sends and receives", () => matrixTable(view, maps)));
+  parts.push(numbers(view, "Rows that each one sends and receives", () => matrixTable(view, maps)));
   return parts;
 }
 
@@ -187,7 +187,7 @@ function drawMatrix(view) {
  */
 function matrixTable(view, [before, after]) {
   const isSmall = view.before.length <= 16;
-  const head = ["", "sends before", "after", "receives before", "after"];
+  const head = [view.cell, "sends before", "after", "receives before", "after"];
   const names = range(view.before.length).map((i) => cellName(view, i));
   return {
     head: isSmall ? [...head, ...names.map((name) => `to ${name}, after`)] : head,

@@ -75,7 +75,7 @@ function drawReplay(view) {
     profile.redraw();
   };
   slider.addEventListener("input", show);
-  const closed = numbers("Flows, or rates of senders over time", () => replayTable(view));
+  const closed = numbers(view, "Flows, or rates of senders over time", () => replayTable(view));
   show();
   return [
     now,

@@ -43,8 +43,8 @@ function drawRuns(view) {
     el("span", {}, view.machine),
   );
   const known = (/** @type {number | null} */ value, scale = 1) => (value === null ? "-" : figure(value / scale));
-  const closed = numbers("Times and bytes between nodes", () => ({
-    head: ["", "variant", "dispatch, ms", "combine, ms", "bound, ms", "sent, MB", "least, MB"],
+  const closed = numbers(view, "Times and bytes between nodes", () => ({
+    head: ["workload", "variant", "dispatch, ms", "combine, ms", "bound, ms", "sent, MB", "least, MB"],
     rows: view.runs.map((run) => [
       run.workload,
       run.variant,
@@ -61,7 +61,7 @@ function drawRuns(view) {
 /** @param {PredictionsView} view */
 function drawPredictions(view) {
   const content = {
-    head: ["", "", "predicted", "measured", "error"],
+    head: ["result", "role", "predicted", "measured", "error"],
     classes: view.rows.map((row) => row.role),
     rows: view.rows.map((row) => [
       row.label,
@@ -84,7 +84,7 @@ function errorOf(row) {
 function drawConstants(view) {
   return [
     open("Constants of the cluster", {
-      head: ["", "value", "fitted to", "source"],
+      head: ["constant", "value", "fitted to", "source"],
       classes: view.constants.map((each) => (each.trained.length ? "train" : "")),
       rows: view.constants.map((each) => [
         each.name,

@@ -43,7 +43,7 @@ function drawTimeline(view) {
   const colours = layout.hasPeers ? [el("span", {}, "a colour and number for each receiver")] : kinds;
   const legend = el("p", { class: "legend" }, ...colours);
   if (view.marks_us.length) legend.append(el("span", {}, `${digits(view.marks_us.length)} stages begin at the marks`));
-  return [made.box, legend, numbers("Spans, in the order of the JSON", () => timelineTable(view))];
+  return [made.box, legend, numbers(view, "Spans, in the order of the JSON", () => timelineTable(view))];
 }
 
 /**
@@ -100,7 +100,7 @@ function spanAt(view, { lane, bar }, share, y) {
 /** @param {TimelineView} view */
 function timelineTable(view) {
   return {
-    head: ["", "what", "to", "begins, us", "ends, us"],
+    head: ["lane", "what", "to", "begins, us", "ends, us"],
     rows: range(view.of_lane.length).map((i) => [
       view.lanes[view.of_lane[i]],
       view.kinds[view.of_kind[i]],
