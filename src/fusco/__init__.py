@@ -3,6 +3,7 @@
 Layers, each importing only those below it::
 
     cli  train  bench       commands | measured training | benchmarks
+    explore                 plans, records and simulations -> a page
     integrations            the interfaces of frameworks, on the public verbs
     fsdp                    expert parallelism on FSDP2
     api                     the public verbs: validate, prepare, agree, execute

@@ -20,6 +20,7 @@ from rich.markup import escape
 import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
+from fusco.cli.explore import explore
 from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
 from fusco.cli.rails import rails
@@ -45,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench_app, name="bench")
-for _command in (plan, schedule, simulate, train, rails, doctor, warm_up, integrations):
+for _command in (plan, schedule, simulate, explore, train, rails, doctor, warm_up, integrations):
     app.command()(_command)
 app.command("testbed")(run_testbed)
 

@@ -1,0 +1,248 @@
+"""Views of simulations: JSON lines of ``fusco simulate``, each of which is one system and call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fusco.core.placement import ExpertPlacement
+from fusco.explore.experts import experts_view
+from fusco.explore.traffic import MAX_CELLS, copies_of, links_of, node_matrix
+from fusco.explore.views import (
+    BalancerLoads,
+    Constant,
+    ConstantsView,
+    CopiesView,
+    ExpertsView,
+    LinksView,
+    MatrixView,
+    ReplayView,
+    Run,
+    RunsView,
+    TimelineView,
+    View,
+)
+from fusco.explore.wording import duration, ratio
+from fusco.placement import Balance
+from fusco.placement.batch import IntArray
+
+Result = Mapping[str, Any]
+_CHOSEN = "lanes"  # the balancer of fusco's systems, unless they say no
+_NIC = re.compile(r"nic-(out|in) of (rank|node) (\d+)")
+
+
+def simulation_views(results: Sequence[Result], balance: Balance) -> list[View]:
+    """Return the views of results: the times of all, and of one dispatch, fusco's if it is there, the rest.
+
+    Views whose figures a result lacks are left out, as those over time with tier ``"bound"``.
+    """
+    one = next((each for each in results if (each["system"], each["call"]) == ("fusco", "dispatch")), results[0])
+    views: list[View | None] = [
+        runs_of(results),
+        _copies(one),
+        _links(one),
+        _matrix(one),
+        _experts(one, balance),
+        _timeline(one),
+        _replay(one),
+        _constants(one),
+    ]
+    return [view for view in views if view is not None]
+
+
+def runs_of(results: Sequence[Result]) -> RunsView:
+    """Return the time of each system: dispatch and combine, and the time of its busiest link alone."""
+    calls: dict[tuple[str, str], dict[str, Result]] = {}
+    for each in results:
+        workload = f"{each['traffic']}, {each['nodes']} x {each['ranks_per_node']}, {each['tokens']:,} tokens"
+        calls.setdefault((workload, each["system"]), {})[each["call"]] = each
+    runs = []
+    for (workload, system), of in calls.items():
+        ms = {call: float(of[call]["makespan_ms"]) if call in of else 0.0 for call in ("dispatch", "combine")}
+        copies = next(iter(of.values()))["copies"]
+        row_bytes = next(iter(of.values()))["bytes_per_row"]
+        runs.append(
+            Run(
+                workload=workload,
+                variant=system,
+                dispatch_ms=ms["dispatch"],
+                combine_ms=ms["combine"],
+                bound_ms=sum(float(each["bound_ms"]) for each in of.values()),
+                internode_bytes=copies["sent"] * row_bytes,
+                lower_bound_bytes=copies["bound"] * row_bytes,
+                is_right=True,
+                note="; ".join(f"{call}: {each['binds']} binds" for call, each in of.items()),
+            )
+        )
+    one = results[0]
+    return RunsView(
+        anchor="systems",
+        question="How long does it take?",
+        title=comparison(runs),
+        reading="Predicted time of the slowest rank, from the cluster's constants and each system's plan of this "
+        "traffic.",
+        machine=f"predicted for {one['cluster']}, tier {one['tier']}",
+        runs=runs,
+    )
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """Return how the first workload's fusco compares with the slowest other, in a sentence."""
+    of_first = [run for run in runs if run.workload == runs[0].workload]
+    total = {run.variant: run.dispatch_ms + run.combine_ms for run in of_first}
+    first = "fusco" if "fusco" in total else of_first[0].variant
+    slowest = max(total, key=lambda name: total[name])
+    time = duration(total[first] * 1e3)
+    if slowest == first or not total[first]:
+        return f"{first} takes {time}" + (", the longest of all" if len(total) > 1 else "")
+    longer = ratio(total[slowest] / total[first])
+    return f"{first} takes {time}, {slowest} {longer} times as long"
+
+
+def _copies(one: Result) -> CopiesView:
+    copies = one["copies"]
+    return copies_of(copies["needed"], copies["sent"], copies["bound"], one["tokens"], one["bytes_per_row"])
+
+
+def _links(one: Result) -> LinksView | None:
+    bound = one["nic_bound_bytes"] / one["bytes_per_row"]
+    if not one["balancers"] or not bound:
+        return None
+    loads = []
+    for name, of in one["balancers"].items():
+        sends, receives = (
+            [round(size / one["bytes_per_row"]) for size in of[way]] for way in ("send_bytes", "receive_bytes")
+        )
+        loads.append(
+            BalancerLoads(
+                name=name,
+                is_chosen=name == _CHOSEN,
+                sends=sends,
+                receives=receives,
+                over_bound=round(float(of["over_bound"]), 4),
+                send_ratio=round(max(sends, default=0) / bound, 4),
+                receive_ratio=round(max(receives, default=0) / bound, 4),
+                moved_rows=0,
+            )
+        )
+    return links_of(loads, bound, one["ranks_per_node"], one["bytes_per_row"])
+
+
+def _matrix(one: Result) -> MatrixView | None:
+    if one["nodes"] == 1 or not one["node_bytes_before"]:
+        return None
+    before, after = (
+        np.array(one[name], np.int64) // one["bytes_per_row"] for name in ("node_bytes_before", "node_bytes_after")
+    )
+    for rows in (before, after):
+        np.fill_diagonal(rows, 0)
+    return node_matrix(before, after, one["ranks_per_node"], one["bytes_per_row"])
+
+
+def _experts(one: Result, balance: Balance) -> ExpertsView | None:
+    rows, by_rank = np.array(one["expert_rows"], np.int64), np.array(one["expert_rows_by_rank"], np.int64)
+    if not len(by_rank):
+        return None
+    if len(rows) and len(rows) % one["ranks"] == 0:
+        placement = ExpertPlacement.contiguous(len(rows), one["ranks"])
+        if np.array_equal(_by_rank(rows, placement, one["ranks"]), by_rank):
+            return experts_view([rows], placement, one["ranks"], balance, [0], one["ranks_per_node"])
+    placement = ExpertPlacement.contiguous(one["ranks"], one["ranks"])  # of which only the ranks' rows are known
+    return experts_view([by_rank], placement, one["ranks"], Balance(0), [0], one["ranks_per_node"])
+
+
+def _by_rank(rows: IntArray, placement: ExpertPlacement, ranks: int) -> IntArray:
+    return np.bincount(placement.expert_to_rank, weights=rows, minlength=ranks).astype(np.int64)
+
+
+def _timeline(one: Result) -> TimelineView | None:
+    spans = one["spans"]
+    if not spans:
+        return None
+    kinds = list(dict.fromkeys(span["name"] for span in spans))
+    last: dict[int, dict[int, float]] = {}  # when each rank of a lane ends
+    has_nodes = one["ranks"] > MAX_CELLS
+    for span in spans:
+        lane = span["rank"] // one["ranks_per_node"] if has_nodes else span["rank"]
+        ends = last.setdefault(lane, {})
+        ends[span["rank"]] = max(ends.get(span["rank"], 0.0), span["end_ms"])
+    shown = {max(ends, key=lambda rank: ends[rank]): lane for lane, ends in last.items()}
+    lanes = {rank: i for i, rank in enumerate(sorted(shown))}
+    spans = [span for span in spans if span["rank"] in lanes]
+    slowest = max(spans, key=lambda span: float(span["end_ms"]))
+    return TimelineView(
+        anchor="time",
+        question="What waits for what?",
+        title=f"{duration(one['makespan_ms'] * 1e3)} in all, of which {one['binds']} alone needs "
+        f"{duration(one['bound_ms'] * 1e3)}; rank {slowest['rank']} is last",
+        reading=f"When each {'node (its slowest rank)' if has_nodes else 'rank'} packs, sends and unpacks in "
+        f"{one['call']} by {one['system']}, predicted. The dashed line is the time of the busiest link alone.",
+        lanes=[f"node {shown[rank]}" if has_nodes else f"rank {rank}" for rank in lanes],
+        kinds=kinds,
+        total_us=round(one["makespan_ms"] * 1e3, 3),
+        bound_us=round(one["bound_ms"] * 1e3, 3),
+        marks_us=[],
+        of_lane=[lanes[span["rank"]] for span in spans],
+        of_kind=[kinds.index(span["name"]) for span in spans],
+        begin_us=[round(span["start_ms"] * 1e3, 3) for span in spans],
+        end_us=[round(span["end_ms"] * 1e3, 3) for span in spans],
+        peer=[-1] * len(spans),
+    )
+
+
+def _replay(one: Result) -> ReplayView | None:
+    samples = one["samples"]
+    found = [_NIC.fullmatch(name) for name in samples["links"]] if samples else []
+    ends = sorted({int(match[3]) for match in found if match})
+    if not ends or not samples["gbs"]:
+        return None
+    end = next(match[2] for match in found if match)
+    rates = np.zeros((2, len(samples["gbs"]), ends[-1] + 1))
+    for column, match in enumerate(found):
+        if match:
+            rates[int(match[1] == "in"), :, int(match[3])] += [of_links[column] for of_links in samples["gbs"]]
+    nics = [link["capacity_gbs"] for link in one["links"] if link["kind"] == "nic-out"]
+    gbs = max(nics, default=float(rates.max())) * (one["ranks_per_node"] if end == "node" else 1)
+    used = rates[0].sum(axis=1).mean() / (gbs * len(ends))
+    return ReplayView(
+        anchor="replay",
+        question="What moves when?",
+        title=f"All NICs together send {used:.0%} of what they could".replace("%", " %"),
+        reading=f"Move the slider. Bars are what each {end} sends (up) and receives (down) between nodes, of "
+        f"{gbs:g} GB/s, in steps of {duration(samples['step_ms'] * 1e3)}.",
+        end="rank" if end == "rank" else "node",
+        num_ends=ends[-1] + 1,
+        end_gbs=gbs,
+        total_us=round(len(samples["gbs"]) * samples["step_ms"] * 1e3, 3),
+        src=[],
+        dst=[],
+        begin_us=[],
+        end_us=[],
+        gbs=[],
+        step_us=samples["step_ms"] * 1e3,
+        sends_gbs=rates[0].round(3).tolist(),
+        receives_gbs=rates[1].round(3).tolist(),
+    )
+
+
+def _constants(one: Result) -> ConstantsView | None:
+    if not one["constants"]:
+        return None
+    constants = [
+        Constant(name=each["name"], value=each["value"], source=each["source"], trained=list(each["trained"]))
+        for each in one["constants"]
+    ]
+    fitted = sum(bool(each.trained) for each in constants)
+    return ConstantsView(
+        anchor="constants",
+        question="From which constants?",
+        title=f"{fitted} of {len(constants)} constants of {one['cluster']} were fitted to published results"
+        if fitted
+        else f"None of the {len(constants)} constants of {one['cluster']} was fitted to a result",
+        reading="What the simulator was given, and the results that a constant was fitted to: such results are no test "
+        "of it.",
+        constants=constants,
+    )

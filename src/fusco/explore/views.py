@@ -1,0 +1,209 @@
+"""Views of the page, which are what its JSON contains. ``assets`` draws each kind; a test compares the two.
+
+Every view has an anchor, the question that it answers, a title that says the finding, and a sentence on how to read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What every view has. ``question`` is short, ``title`` is the finding, ``reading`` says what is drawn."""
+
+    anchor: str
+    question: str
+    title: str
+    reading: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar: rows, and what they are."""
+
+    label: str
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesView(View):
+    """Rows between nodes: what a copy for each expert would send, what is sent, the bound."""
+
+    kind: Literal["copies"] = field(default="copies", init=False)
+    bars: list[Bar]
+    tokens: int
+    bytes_per_row: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixView(View):
+    """Rows from cell (down) to cell (across). A cell is a rank, a node, or ``nodes_per_cell`` consecutive nodes.
+
+    ``before`` has a copy for each expert, ``after`` one for each node. ``ranks_before`` and ``ranks_after`` (R, cells)
+    have the rows of each rank, or are empty where cells are ranks, or there are too many.
+    """
+
+    kind: Literal["matrix"] = field(default="matrix", init=False)
+    cell: Literal["rank", "node"]
+    nodes_per_cell: int
+    ranks_per_node: int
+    bytes_per_row: int
+    before: list[list[int]]
+    after: list[list[int]]
+    ranks_before: list[list[int]]
+    ranks_after: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerLoads:
+    """Rows that each rank sends and receives (R,) with a balancer; lists are empty if they are not known.
+
+    ``over_bound`` is the busiest rank's load over the bound; ``send_ratio`` and ``receive_ratio`` are the busiest
+    sender's and receiver's.
+    """
+
+    name: str
+    is_chosen: bool
+    sends: list[int]
+    receives: list[int]
+    over_bound: float
+    send_ratio: float
+    receive_ratio: float
+    moved_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksView(View):
+    """Loads of the links of all ranks, with each balancer; ``bound_rows`` is 0 if only ratios are known."""
+
+    kind: Literal["links"] = field(default="links", init=False)
+    ranks_per_node: int
+    bytes_per_row: int
+    bound_rows: float
+    balancers: list[BalancerLoads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsView(View):
+    """Rows that each rank computes by layer (L, R), without and with copies of busy experts in spare places.
+
+    ``ratio_before`` and ``ratio_after`` (L,) are the busiest rank's rows over the mean. Rows may be empty.
+    """
+
+    kind: Literal["experts"] = field(default="experts", init=False)
+    spare_places: int
+    layers: list[int]
+    before: list[list[int]]
+    after: list[list[int]]
+    ratio_before: list[float]
+    ratio_after: list[float]
+    copies: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineView(View):
+    """Spans on lanes, as columns of equal length. ``of_kind`` and ``of_lane`` index ``kinds`` and ``lanes``.
+
+    ``peer`` is the node or rank that a span's bytes go to, -1 for none. ``marks_us`` are the beginnings of stages.
+    """
+
+    kind: Literal["timeline"] = field(default="timeline", init=False)
+    lanes: list[str]
+    kinds: list[str]
+    total_us: float
+    bound_us: float
+    marks_us: list[float]
+    of_lane: list[int]
+    of_kind: list[int]
+    begin_us: list[float]
+    end_us: list[float]
+    peer: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayView(View):
+    """Flows of constant rate, as columns of equal length, between ends that can each send and receive ``end_gbs``.
+
+    Without flows, rates of each end in samples of ``step_us``: ``sends_gbs`` and ``receives_gbs`` (samples, ends).
+    """
+
+    kind: Literal["replay"] = field(default="replay", init=False)
+    end: Literal["rank", "node"]
+    num_ends: int
+    end_gbs: float
+    total_us: float
+    src: list[int]
+    dst: list[int]
+    begin_us: list[float]
+    end_us: list[float]
+    gbs: list[float]
+    step_us: float
+    sends_gbs: list[list[float]]
+    receives_gbs: list[list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One variant of a benchmark, or one simulated system. Times in ms; ``None`` if unknown.
+
+    Bytes are those of rows between nodes in one dispatch. ``bound_ms`` is the time of the busiest link alone, of
+    dispatch and combine together. ``note`` says more of the run, such as which link binds.
+    """
+
+    workload: str
+    variant: str
+    dispatch_ms: float
+    combine_ms: float
+    bound_ms: float | None
+    internode_bytes: int | None
+    lower_bound_bytes: int | None
+    is_right: bool
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsView(View):
+    """Times of variants, measured, or of systems, simulated; ``machine`` says where."""
+
+    kind: Literal["runs"] = field(default="runs", init=False)
+    machine: str
+    runs: list[Run]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One result, predicted and measured. ``role``: ``"train"`` if constants were fitted to it, else ``"test"``."""
+
+    label: str
+    role: Literal["train", "test"]
+    unit: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionsView(View):
+    """Predicted beside measured results."""
+
+    kind: Literal["predictions"] = field(default="predictions", init=False)
+    rows: list[Prediction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant of a simulation, its source, and the published results that it was fitted to."""
+
+    name: str
+    value: float
+    source: str
+    trained: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantsView(View):
+    """What a simulation was given."""
+
+    kind: Literal["constants"] = field(default="constants", init=False)
+    constants: list[Constant]
