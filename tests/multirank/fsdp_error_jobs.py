@@ -41,7 +41,9 @@ def error_of(_: dist.ProcessGroup, run: Run, changes: dict[str, int], seed_by_ra
             model.model.layers[1].mlp.gate.weight.add_(dist.get_rank())
     try:
         dispatcher, sharding = fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=run.expert_dim)
-        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=run.recomputes)
+        fsdp.parallelize(
+            model, mesh, dispatcher, sharding, activation_checkpointing=run.recomputes, balance=run.balance
+        )
     except ValueError as error:
         assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         return str(error)

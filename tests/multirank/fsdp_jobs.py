@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusco import fsdp
+from fusco import Communicator, fsdp
+from fusco.placement import BatchPlan
 
 
 def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
@@ -52,6 +53,19 @@ def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]
         for p, norm in reference.norms.items():
             differences[f"norm {p}"] = abs(float(fsdp.grad_norm(parameters.values(), p)) / norm - 1)
     return {"loss": abs(loss / reference.loss - 1), **differences}
+
+
+def differences_with_balance(group: dist.ProcessGroup, run: Run) -> tuple[dict[str, float], int]:
+    """As ``differences_of_gradients``, and how many experts plans have copied."""
+    num_copies, plan_batch = [0], Communicator.plan_batch
+
+    def counting(comm: Communicator, *arguments: object) -> BatchPlan:
+        plan = plan_batch(comm, *arguments)
+        num_copies[0] += len(plan.experts)
+        return plan
+
+    with mock.patch.object(Communicator, "plan_batch", counting):
+        return differences_of_gradients(group, run), num_copies[0]
 
 
 def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[int, ...]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
+from fusco.placement import Balance
 
 LIMIT_S = 60.0
 
@@ -39,6 +40,7 @@ class Run:
         nums_sequences: of each rank's batch.
         is_starved: leave half of the experts without any token.
         recomputes: how activations of blocks are computed again: ``"full"``, ``"selective"``, or by transformers.
+        spare_places: for copies of busy experts on each rank; 0 means no balance.
         divides: keep FSDP's divide factor, and scale the loss to match dense parameters.
 
     """
@@ -52,6 +54,12 @@ class Run:
     divides: bool = False
     is_starved: bool = False
     recomputes: Literal["none", "full", "selective", "by transformers"] = "none"
+    spare_places: int = 0
+
+    @property
+    def balance(self) -> Balance | None:
+        """A plan that copies as many experts as it can."""
+        return Balance(self.spare_places, tolerance=0.0) if self.spare_places else None
 
 
 class DroppingDispatcher(fsdp.TorchDispatcher):
@@ -90,7 +98,7 @@ def parallel(run: Run, **options: object) -> Iterator[tuple[nn.Module, fsdp.EPMe
         model = make_starved_model() if run.is_starved else make_model(run.kind)
         how = "none" if run.recomputes == "by transformers" else run.recomputes
         sharding = fsdp.Sharding(expert_dim=run.expert_dim, **options)
-        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how)
+        fsdp.parallelize(model, mesh, dispatcher, sharding, activation_checkpointing=how, balance=run.balance)
         if run.divides:
             for module in model.modules():
                 if isinstance(module, FSDPModule):

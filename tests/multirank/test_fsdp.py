@@ -115,6 +115,31 @@ def test_other_architectures(four, kind):
             assert_small(differences, four.device)
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
+def test_a_plan_for_every_batch_changes_no_gradient(four, kind, ep_size):
+    for expert_dim, recomputes in ((0, "none"), (1, "full"), (1, "selective")):
+        run = Run(kind=kind, ep_size=ep_size, expert_dim=expert_dim, recomputes=recomputes, spare_places=2)
+        results = four.run(jobs.differences_with_balance, run)
+        assert sum(num_copies for _, num_copies in results) > 0
+        for differences, _ in results:
+            assert_small(differences)
+
+
+@pytest.mark.cpu_only
+def test_ranks_without_tokens_or_rows_have_copies_too(four):
+    for run in (Run(is_starved=True, spare_places=1, ep_size=4), Run(nums_sequences=(0, 2, 0, 0), spare_places=2)):
+        for differences in four.run(jobs.differences_of_gradients, run):
+            assert_small(differences)
+
+
+@pytest.mark.cpu_only
+def test_a_balance_needs_a_dispatcher_that_copies(four):
+    for raised in four.run(error_jobs.error_of, Run(dispatcher="torch", spare_places=1), {}):
+        assert raised == "balance needs a FuscoDispatcher, which can copy experts, not TorchDispatcher"
+
+
 @pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("expert_dim", [0, 1])
 def test_replicas(four, dp_replicate, ep_size, expert_dim):

@@ -178,31 +178,6 @@ class Communicator(ExpertMoves):
         return replace(sent, payloads=(rows, *sent.payloads[1:]), weights=weights)
 
     @uncompiled
-    def place(self, placement: ExpertPlacement | PlannedPlacement | Sequence[Any]) -> None:
-        """Replace the placement of experts: a collective. Dispatches from the next one on follow it.
-
-        The caller moves the weights, and has them in their new places before experts compute the rows of such a
-        dispatch. Handles of earlier dispatches stay usable: their rows are where they were. On CUDA the placement
-        changes in the order of the current stream, and graphs need not be captured again if the communicator was made
-        with places.
-
-        ``dispatch`` chooses an owner for each (token, k) if an expert has several, by a rule that is the same on all
-        devices. Without shares it is the place on this rank; else the places on this node take turns; else all places.
-        With shares each place takes its share of the expert's rows, of its own rank first, then of its node; ranks
-        exchange the counts for that.
-
-        Args:
-            placement: any form of ``expert_placement``, in at most as many places on each rank as the communicator was
-                made with.
-
-        Raises:
-            ValueError: for a placement that does not fit, or if the communicator was made with the rank of each expert
-                and they are not contiguous.
-            MismatchError: on all ranks, if their placements differ.
-        """
-        self._owners.place(placement)
-
-    @uncompiled
     def dispatch_again(
         self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
     ) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,10 @@
-"""Verbs that move experts between ranks: whole placements, at once or in steps, and the copies of one batch."""
+"""Verbs about the places of experts: to replace a placement, to plan a batch, to move weights at once or in steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,19 +17,67 @@ from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
 from fusco.api.uncompiled import uncompiled
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.core.movable import require_movable_tensors
+from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
 from fusco.engine.base import Pending
-from fusco.placement.batch import BatchPlan
+from fusco.placement.batch import Balance, BatchPlan
 from fusco.placement.move_steps import MoveSteps
 from fusco.placement.moves import MovePlan, Placement
+from fusco.placement.placement import PlannedPlacement
 
 _PACE = Pace(step_bytes=64 << 20)  # of a move that the caller waits for
 Weights = Sequence[torch.Tensor]
 
 
 class ExpertMoves(Membership):
-    """The verbs of a ``Communicator`` that move experts."""
+    """The verbs of a ``Communicator`` that place, plan and move experts."""
+
+    @uncompiled
+    def place(self, placement: ExpertPlacement | PlannedPlacement | Sequence[Any]) -> None:
+        """Replace the placement of experts: a collective. Dispatches from the next one on follow it.
+
+        The caller moves the weights, and has them in their new places before experts compute the rows of such a
+        dispatch. Handles of earlier dispatches stay usable: their rows are where they were. On CUDA the placement
+        changes in the order of the current stream, and graphs need not be captured again if the communicator was made
+        with places.
+
+        ``dispatch`` chooses an owner for each (token, k) if an expert has several, by a rule that is the same on all
+        devices. Without shares it is the place on this rank; else the places on this node take turns; else all places.
+        With shares each place takes its share of the expert's rows, of its own rank first, then of its node; ranks
+        exchange the counts for that.
+
+        Args:
+            placement: any form of ``expert_placement``, in at most as many places on each rank as the communicator was
+                made with.
+
+        Raises:
+            ValueError: for a placement that does not fit, or if the communicator was made with the rank of each expert
+                and they are not contiguous.
+            MismatchError: on all ranks, if their placements differ.
+        """
+        self._owners.place(placement)
+
+    @uncompiled
+    def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
+        """Plan copies of this batch's busy experts into empty places; a collective, which exchanges counts of rows.
+
+        The next ``dispatch``, of the same ids, follows the plan: each copy gets the rows that the plan gives it, of its
+        own rank first, then of its node, in the block of its place. Before experts compute these rows,
+        ``prefetch_experts`` copies their weights. On CUDA the host waits for the counts.
+
+        Args:
+            topk_idx: as for ``dispatch``.
+            balance: spare places and costs, the same on all ranks. ``placement`` must have as many empty places on
+                each rank, and one place of each expert.
+
+        Returns:
+            The plan, equal on all ranks.
+
+        Raises:
+            ValueError: for such a placement or invalid ids; RejectedInputError: for another rank's.
+        """
+        return self._owners.plan_batch(topk_idx, balance)
 
     @uncompiled
     def move_experts(
@@ -109,8 +158,8 @@ class ExpertMoves(Membership):
         ranks or on none, with no rows if a rank has no copies.
 
         Args:
-            weights: tensors (P, ...) of any dtypes, with this rank's experts in the order of ``placement``. They
-                require gradients on all ranks or on none.
+            weights: tensors (P, ...) of any dtypes, with this rank's experts in the order of ``placement``, without
+                empty places at the end. They require gradients on all ranks or on none.
             plan: of ``fusco.placement.plan_batch``, for the experts and ranks of this communicator; the same on all
                 ranks.
             spare_places: places for copies on each rank, the same on all ranks.
@@ -127,7 +176,9 @@ class ExpertMoves(Membership):
         with self.rejecting():
             self._require_eager("prefetch_experts")
             copies = Copies.of(plan, self.placement, self.topology, spare_places)
-            self._validator.require_experts("weights", weights, len(self.placement.rank_to_experts[self.rank]))
+            experts = self.placement.rank_to_experts[self.rank]
+            num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
+            self._validator.require_experts("weights", weights, num_homes)
         is_needed = list(map(wants_grad, weights))
         fields: Fields = {
             "copies": describe_places(copies.places),

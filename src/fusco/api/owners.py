@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, KnownCall, Pending, Request
 from fusco.engine.owner_choice import OwnerChoice
+from fusco.placement.batch import Balance, BatchPlan, plan_batch
 from fusco.planner.owners import Int32Array, OwnerTables
 from fusco.planner.routing import INDEX_DTYPES, Routing
 
@@ -33,6 +34,7 @@ class PlaceRequest(Request):
 
     @property
     def fields(self) -> Fields:
+        """What must be equal on all ranks."""
         return {"placement": self.placement.digest}
 
 
@@ -47,6 +49,7 @@ class Owners:
         self._session, self._engine, self._validator = session, engine, validator
         self.placement = validator.caller_placement or validator.placement
         self._choice: OwnerChoice | None = None
+        self._batch: tuple[OwnerTables, Int32Array] | None = None  # of the plan that the next dispatch follows
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
         self._max_counts = 2 * ControlLayout(engine.topology).max_counts
@@ -56,18 +59,56 @@ class Owners:
     @property
     def are_chosen(self) -> bool:
         """False if all ids are those of physical experts already."""
-        return self._choice is not None and (self._is_always_chosen or not self._tables.is_identity)
+        return self._choice is not None and (
+            self._batch is not None or self._is_always_chosen or not self._tables.is_identity
+        )
 
     def choose(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return physical experts for ids of a dispatch; a collective if they depend on the counts of all ranks.
 
         What is no valid ``topk_idx`` is returned as it is, for ``dispatch`` to reject.
         """
-        bounds = self._divide(topk_idx) if self._tables.needs_counts else None
+        tables: OwnerTables = self._tables
+        bounds: Int32Array | None = None
+        if self._batch:  # of the latest plan, which had the counts
+            (tables, bounds), self._batch = self._batch, None
+        elif tables.needs_counts:
+            bounds = self._divide(topk_idx)
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.device == self._validator.device
         if not is_tensor or topk_idx.dtype not in INDEX_DTYPES or self._session.broken or self._choice is None:
             return topk_idx
-        return self._choice.choose(topk_idx.detach(), bounds)
+        if tables is self._tables:
+            return self._choice.choose(topk_idx.detach(), bounds)
+        self._choice.place(tables)
+        try:
+            return self._choice.choose(topk_idx.detach(), bounds)
+        finally:
+            self._choice.place(self._tables)
+
+    def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
+        """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
+        placement, topology = self.placement, self._engine.topology
+        num_experts, num_ranks = placement.num_experts, placement.world_size
+
+        def count(ids: torch.Tensor) -> IntArray:
+            flat = ids.flatten()
+            counts: IntArray = torch.bincount(flat[flat >= 0], minlength=num_experts).cpu().numpy()
+            return counts[:num_experts]  # on CUDA invalid ids are the dispatch's to report
+
+        def check() -> None:
+            _check_spare_places(placement, balance)
+
+        known = KnownCall(CollectiveFingerprint("plan_batch", {"placement": placement.digest, "balance": str(balance)}))
+        counts = self._exchange("plan_batch", known, topk_idx, num_experts, count, check)
+        ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else None
+        plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
+        self._batch = None
+        if len(plan.experts):
+            placed = placement.with_copies(plan.experts.tolist(), plan.ranks.tolist())
+            tables = OwnerTables.of(placed, self._validator.rank, topology, is_planned=True)
+            quotas = _quotas(placement, plan, counts, tables)
+            self._batch = tables, tables.divide_rows(counts[:, tables.divided], quotas)
+        return plan
 
     def place(self, given: object) -> None:
         """Replace the placement, on all ranks."""
@@ -105,27 +146,41 @@ class Owners:
 
     def _divide(self, topk_idx: torch.Tensor) -> Int32Array:
         """Exchange the counts of experts that have shares, and return this rank's bounds."""
+        assert self._choice is not None
+        num_divided = len(self._tables.divided)
+        counts = self._exchange("dispatch", self._known, topk_idx, num_divided, self._choice.count)
+        return self._tables.divide_rows(counts)
+
+    def _exchange(
+        self,
+        name: str,
+        known: KnownCall,
+        topk_idx: torch.Tensor,
+        num_counts: int,
+        count: Callable[[torch.Tensor], IntArray],
+        check: Callable[[], None] = lambda: None,
+    ) -> IntArray:
+        """Return counts of the ids of each rank, int64 (R, num_counts), in as many collectives as records need."""
         session, counts = self._session, np.zeros(0, np.int64)
         if session.has_published:  # by a call that was interrupted before it went on
-            with session.access.using("dispatch"):
+            with session.access.using(name):
                 session.end_interrupted()
         gathered: list[IntArray] = []
-        for first in range(0, len(self._tables.divided), self._max_counts):
+        for first in range(0, num_counts, self._max_counts):
 
             def validate() -> Request:
+                check()
                 self._validate_ids(topk_idx)
-                return Request(known=self._known)
+                return Request(known=known)
 
             def prepare(request: Request, call: Call, first: int = first) -> Pending[IntArray]:  # noqa: ARG001
                 nonlocal counts
                 if not first:
-                    assert self._choice is not None
-                    counts = self._choice.count(topk_idx)
+                    counts = count(topk_idx)
                 return Pending(_packed(counts[first : first + self._max_counts]), _unpacked)
 
-            gathered.append(run_collective(session, self._engine, "dispatch", validate, prepare))
-        num_divided = len(self._tables.divided)
-        return self._tables.divide_rows(np.concatenate(gathered, axis=1)[:, :num_divided])
+            gathered.append(run_collective(session, self._engine, name, validate, prepare))
+        return np.concatenate(gathered, axis=1)[:, :num_counts]
 
     def _validate_ids(self, topk_idx: torch.Tensor) -> None:
         routing = Routing(topk_idx)
@@ -133,6 +188,31 @@ class Owners:
         self._validator.require_not_capturing("a dispatch that divides rows by shares")
         if self._validator.device.type == "cpu":
             routing.check_expert_ids(self.placement.num_experts)
+
+
+def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:
+    spare = min((row.count(-1) for row in placement.physical_to_logical or ()), default=0)
+    if spare < balance.spare_places:
+        raise ValueError(
+            f"{balance.spare_places} spare places are asked for, but the placement has {spare} empty ones on a rank: "
+            f"make the communicator with expert_placement=ExpertPlacement.contiguous(...).in_places(...)"
+        )
+    for expert, owners in enumerate(placement.expert_to_physical):
+        if len(owners) > 1:
+            raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")
+
+
+def _quotas(placement: ExpertPlacement, plan: BatchPlan, counts: IntArray, tables: OwnerTables) -> IntArray:
+    """Return the rows of each owner of an expert that is copied, int64 (C,); 0 for others."""
+    rows, moved = counts.sum(axis=0), np.zeros(placement.num_experts, np.int64)
+    np.add.at(moved, plan.experts, plan.rows)
+    by_pair = dict(zip(zip(plan.experts.tolist(), plan.ranks.tolist(), strict=True), plan.rows.tolist(), strict=True))
+    quotas = np.zeros(len(tables.owners), np.int64)
+    for expert in tables.divided.tolist():
+        for owner in range(tables.expert_to_first[expert], tables.expert_to_first[expert + 1]):
+            pair = expert, int(tables.owner_to_rank[owner])
+            quotas[owner] = by_pair.get(pair, rows[expert] - moved[expert])
+    return quotas
 
 
 def _packed(counts: IntArray) -> Sequence[int]:

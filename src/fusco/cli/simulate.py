@@ -68,7 +68,9 @@ def simulate(
     json: options.JsonFile = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, callback=options.check_writable, help="Write spans of ranks, as JSON for Perfetto."),
+        typer.Option(
+            dir_okay=False, callback=options.check_writable, help="Write spans of ranks, as JSON for Perfetto."
+        ),
     ] = None,
 ) -> None:
     """Predict how long a dispatch and a combine take on a cluster, and what binds.
@@ -103,7 +105,9 @@ def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: 
             topology, workload.tokens, workload.num_topk, size, seed=workload.seed, is_skewed=traffic == "skewed"
         )
     if topology.world_size > MOST_RANKS:
-        raise ValueError(f"--traffic {traffic} is for at most {MOST_RANKS} ranks; skewed and uniform are for any number")
+        raise ValueError(
+            f"--traffic {traffic} is for at most {MOST_RANKS} ranks; skewed and uniform are for any number"
+        )
     if traffic not in REPLAYED and workload.num_experts % topology.world_size:
         experts = -(-workload.num_experts // topology.world_size) * topology.world_size
         workload = type(workload)(**{**vars(workload), "num_experts": experts})

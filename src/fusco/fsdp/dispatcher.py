@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
+
+from fusco.placement.batch import Balance
 
 
 @dataclass(frozen=True)
@@ -58,5 +61,44 @@ class Dispatcher(Protocol):
 
         Call it before anything that cannot be undone, such as a step of the optimizer: if rows of a failed rank are
         missing, the device continues with undefined data.
+        """
+        ...
+
+
+@runtime_checkable
+class BalancedDispatcher(Dispatcher, Protocol):
+    """A dispatcher that can even out the work of a batch by copies of busy experts."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        spare_places: int = 0,
+    ) -> Arrival:
+        """Send tokens to their experts, or to copies of these, whose blocks follow those of a rank's own experts."""
+        ...
+
+    def copy_experts(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        weights: Mapping[str, torch.Tensor],
+        balance: Balance,
+    ) -> dict[str, torch.Tensor]:
+        """Plan copies for these tokens, whose ``dispatch`` follows, and return the weights of this rank's copies.
+
+        Args:
+            x: as for ``dispatch``.
+            topk_idx: as for ``dispatch``.
+            num_experts: as for ``dispatch``.
+            weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
+            balance: what the plan may do; ``dispatch`` gets its ``spare_places``.
+
+        Returns:
+            The copies by name, (spare_places, ...) in the order of their blocks; nothing if the plan, which is that of
+            all ranks, copies no expert.
         """
         ...

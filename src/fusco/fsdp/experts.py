@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +36,25 @@ class Experts:
     up_name: str
     is_transposed: bool
 
-    def run(self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor) -> torch.Tensor:
-        """Apply this rank's experts to expert-major rows (num_rows, hidden)."""
-        up, down = self._matrices(self.up_name), self._matrices(_DOWN_NAME)
+    def run(
+        self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor, copies: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Apply this rank's experts to expert-major rows (num_rows, hidden).
+
+        ``copies`` are weights of other ranks' experts by name, (num_copies, ...), whose blocks follow; without them
+        only the first blocks, those of this rank's experts, have rows.
+        """
+        weights = self.weights()
+        if copies:
+            weights = {name: torch.cat([weight, copies[name]]) for name, weight in weights.items()}
+        up, down = (weights[name] for name in (self.up_name, _DOWN_NAME))
+        if not self.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        num_rows_per_expert = num_rows_per_expert[: len(up)]
         sizes = sizes_for(rows, (up, down), num_rows_per_expert)
-        hidden = grouped_linear(rows, up, self._bias(self.up_name), num_rows_per_expert, sizes)
-        return grouped_linear(self._activation(hidden), down, self._bias(_DOWN_NAME), num_rows_per_expert, sizes)
+        hidden = grouped_linear(rows, up, weights.get(f"{self.up_name}_bias"), num_rows_per_expert, sizes)
+        hidden = self._activation(hidden)
+        return grouped_linear(hidden, down, weights.get(f"{_DOWN_NAME}_bias"), num_rows_per_expert, sizes)
 
     def describe(self) -> str:
         """Return the formula that ``run`` computes for a row."""
@@ -56,13 +69,9 @@ class Experts:
         parameter = getattr(self.module, name)
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
-    def _matrices(self, name: str) -> torch.Tensor:
-        """Return a weight as (num_local_experts, num_inputs, num_outputs)."""
-        weight = self.local(name)
-        return weight if self.is_transposed else weight.transpose(1, 2)
-
-    def _bias(self, name: str) -> torch.Tensor | None:
-        return self.local(f"{name}_bias") if hasattr(self.module, f"{name}_bias") else None
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return all parameters of this rank's experts, (num_local_experts, ...), by name."""
+        return {name: self.local(name) for name, _ in self.module.named_parameters(recurse=False)}
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.up_name == "up_proj":

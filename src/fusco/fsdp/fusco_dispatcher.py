@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,9 +14,11 @@ from fusco.api.communicator import Communicator
 from fusco.api.create import refuse_creation
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, cleanup_after
+from fusco.core.placement import ExpertPlacement
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
+from fusco.placement.batch import Balance
 
 
 @dataclass(frozen=True)
@@ -66,24 +69,45 @@ class FuscoDispatcher:
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self.static, self._num_ranks = static, group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings or Settings()
-        self._communicators: dict[tuple[int, int, int], Communicator] = {}
+        self._communicators: dict[tuple[int, int, int, int], Communicator] = {}
         self._latest: Communicator | None = None  # the one that dispatched last
         self._open, self._is_closed = ExitStack(), False
         self._key = ops.register(self)
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        spare_places: int = 0,
     ) -> Arrival:
         """Send tokens to their experts; see ``Dispatcher``."""
         if ops.is_intercepted():
-            num_local_experts = num_experts // self._num_ranks
+            num_local_experts = num_experts // self._num_ranks + spare_places
             rows, num_rows, ticket = ops.dispatch(x, topk_idx, topk_weights, num_experts, num_local_experts, self._key)
             return Arrival(rows, num_rows, _OpTicket(ticket, topk_weights))
         if x.dim() != 2 or topk_idx.dim() != 2:
             self.refuse(f"x and topk_idx need two dimensions, got {list(x.shape)} and {list(topk_idx.shape)}")
-        comm = self.communicator(num_experts, topk_idx.shape[1], x)
+        comm = self.communicator(num_experts, topk_idx.shape[1], x, spare_places)
         sent = comm.dispatch(x, topk_idx, topk_weights, static=self.static, launch=self.launch)
         return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
+
+    def copy_experts(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        weights: Mapping[str, torch.Tensor],
+        balance: Balance,
+    ) -> dict[str, torch.Tensor]:
+        """Plan copies for these tokens; see ``BalancedDispatcher``."""
+        comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
+        plan = comm.plan_batch(topk_idx, balance)
+        if not len(plan.experts):
+            return {}
+        copies = comm.prefetch_experts(list(weights.values()), plan, balance.spare_places)
+        return dict(zip(weights, copies, strict=True))
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""
@@ -130,7 +154,7 @@ class FuscoDispatcher:
         self._latest = None
         self._open.__exit__(*error)
 
-    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor, spare_places: int = 0) -> Communicator:
         """Return the communicator for rows like those of ``x`` (num_tokens, hidden); a collective when it is made.
 
         All ranks agree in the communicator that dispatched last to make, or to take, another one. So all of them raise
@@ -139,19 +163,24 @@ class FuscoDispatcher:
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
         wide = torch.promote_types(x.dtype, self._settings.wire_dtype or x.dtype)  # in which sums travel
-        key = (num_experts, num_topk, x.shape[1] * wide.itemsize)
+        key = (num_experts, num_topk, x.shape[1] * wide.itemsize, spare_places)
         known = self._communicators.get(key)
         if self._latest and known is not self._latest:
-            sizes = ("num_experts", "num_topk", "max_bytes_per_token")
+            sizes = ("num_experts", "num_topk", "max_bytes_per_token", "spare_places")
             taking = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=True))
             self._latest.agree(f"Communicator({taking})")
         if known is None:
+            placement = None
+            if spare_places:
+                placement = ExpertPlacement.contiguous(num_experts, self._num_ranks)
+                placement = placement.in_places(num_experts // self._num_ranks + spare_places)
             known = Communicator(
                 self.group,
                 num_experts=num_experts,
                 num_topk=num_topk,
                 max_tokens_per_rank=self._max_tokens_per_rank,
                 max_bytes_per_token=key[2],
+                expert_placement=placement,
                 ranks_per_node=self._ranks_per_node,
                 settings=self._settings,
                 device=x.device,

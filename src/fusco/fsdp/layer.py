@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fusco.fsdp.dispatcher import Dispatcher
+from fusco.fsdp.dispatcher import BalancedDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts
+from fusco.placement.batch import Balance
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +24,7 @@ class ExpertParallelLayer:
 
     experts: Experts
     dispatcher: Dispatcher
+    balance: Balance | None = None  # for a plan of each batch, by a ``BalancedDispatcher``
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -29,8 +32,14 @@ class ExpertParallelLayer:
         """Return the weighted sum of each token's experts, (num_tokens, hidden), as the original module does."""
         # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
-        arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, self.experts.num_experts)
-        y = self.experts.run(arrival.rows, arrival.num_rows_per_expert)
+        num_experts, copies = self.experts.num_experts, dict[str, torch.Tensor]()
+        if self.balance is None:
+            arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, num_experts)
+        else:
+            balanced = cast("BalancedDispatcher", self.dispatcher)
+            copies = balanced.copy_experts(x, top_k_index, num_experts, self.experts.weights(), self.balance)
+            arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)
+        y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
 

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from fusco.api.autograd import Verbs, gradients_of_combine
 from fusco.api.communicator import Communicator
@@ -25,8 +26,9 @@ class CommunicatorMaker(Protocol):
 
     launch: Launch
     static: StaticRows | None
+    group: dist.ProcessGroup
 
-    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor) -> Communicator:
+    def communicator(self, num_experts: int, num_topk: int, x: torch.Tensor, spare_places: int) -> Communicator:
         """Return the communicator; a collective when it is made."""
 
 
@@ -82,7 +84,8 @@ def dispatch(
     (num_rows, hidden), int64 (num_local_experts,) rows of each local expert, and the ticket.
     """
     maker = _key_to_dispatcher[dispatcher]
-    comm = maker.communicator(num_experts, topk_idx.shape[1], x)
+    spare_places = num_local_experts - num_experts // maker.group.size()
+    comm = maker.communicator(num_experts, topk_idx.shape[1], x, spare_places)
     with torch.no_grad():
         sent = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), static=maker.static, launch=maker.launch)
     assert len(sent.num_rows_per_expert) == num_local_experts

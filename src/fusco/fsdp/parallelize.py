@@ -10,12 +10,13 @@ from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointi
 from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
 from fusco.fsdp.data_parallel import refuse_data_parallel
-from fusco.fsdp.dispatcher import Dispatcher
+from fusco.fsdp.dispatcher import BalancedDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
+from fusco.placement.batch import Balance
 
 
 def parallelize(
@@ -25,6 +26,7 @@ def parallelize(
     sharding: Sharding | None = None,
     *,
     activation_checkpointing: Checkpointing = "none",
+    balance: Balance | None = None,
 ) -> list[Experts]:
     """Distribute a model's experts and shard all parameters, in place; a collective of all ranks.
 
@@ -45,6 +47,9 @@ def parallelize(
         activation_checkpointing: what blocks save for the backward pass. ``"none"``: everything. ``"full"``: their
             inputs only; all of a block is recomputed, dispatch and combine included. ``"selective"``: their inputs and
             the outputs of dispatch and combine, so that no row is moved twice.
+        balance: plans copies of busy experts for each batch, so that ranks of an "ep" group compute equally many rows;
+            gradients of copies return to their homes before FSDP reduces them. The dispatcher must be a
+            ``FuscoDispatcher``.
 
     Returns:
         The modules of experts found.
@@ -61,6 +66,10 @@ def parallelize(
     def check() -> list[Experts]:
         check_checkpointing(activation_checkpointing)
         _check_group(dispatcher, mesh)
+        if balance is not None and not isinstance(dispatcher, BalancedDispatcher):
+            raise ValueError(
+                f"balance needs a FuscoDispatcher, which can copy experts, not {type(dispatcher).__name__}"
+            )
         return _check_model(model, mesh, settled)
 
     found = check_on_all_ranks(check, mesh.device_type)
@@ -68,7 +77,7 @@ def parallelize(
     for experts in found:
         _distribute(experts, mesh)
         shard_experts(experts, mesh, settled)
-        experts.module.forward = ExpertParallelLayer(experts, dispatcher)
+        experts.module.forward = ExpertParallelLayer(experts, dispatcher, balance)
     units, name = find_units(model, found), type(model).__name__
     shard_dense(model, units, mesh, settled)
     prepare_adapters(model, name)

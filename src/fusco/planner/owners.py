@@ -57,8 +57,8 @@ class OwnerTables:
     rank_to_node: IntArray
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, rank: int, topology: Topology) -> OwnerTables:
-        """Return the tables of a rank.
+    def of(cls, placement: ExpertPlacement, rank: int, topology: Topology, *, is_planned: bool = False) -> OwnerTables:
+        """Return the tables of a rank; ``is_planned`` means that quotas of all owners are given to ``divide_rows``.
 
         >>> placement = ExpertPlacement.replicated([[0, 1], [0, 2], [3, 0]])
         >>> tables = OwnerTables.of(placement, 2, Topology.of_equal_nodes(3, 1))
@@ -70,7 +70,7 @@ class OwnerTables:
         chosen: list[tuple[int, ...]] = []
         for expert, physical in enumerate(placement.expert_to_physical):
             ranks = [each // per_rank for each in physical] if per_rank else [placement.expert_to_rank[expert]]
-            is_near = [True] * len(ranks) if placement.shares else _nearest(ranks, rank, topology)
+            is_near = [True] * len(ranks) if placement.shares or is_planned else _nearest(ranks, rank, topology)
             chosen.append(tuple(each for each, near in zip(physical, is_near, strict=True) if near))
         numbers = np.array(list(map(len, chosen)), dtype=np.int64)
         owners = np.array([each for physical in chosen for each in physical], dtype=np.int32)

@@ -40,7 +40,10 @@ SYSTEMS: dict[str, System] = {
     "rotation": _forwarding("as fusco, with the balancer of FUSCO's Algorithm 1", balancer="rotation"),
     "no-balancer": _forwarding("as fusco, ranks of the same local rank forward", balancer="static"),
     "no-engine": _forwarding(
-        "as no-lanes, in two collectives with passes over memory", balancer="send-and-receive", is_pipelined=False, passes="all"
+        "as no-lanes, in two collectives with passes over memory",
+        balancer="send-and-receive",
+        is_pipelined=False,
+        passes="all",
     ),
     "no-planner": _exchange("a copy for each expert, directly to its rank, no passes over memory", exchanges.direct),
     "fusco-paper": _forwarding("FUSCO as published: rotation, two collectives in turn", balancer="rotation", **_PAPER),

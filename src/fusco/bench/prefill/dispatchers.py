@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.bench.prefill.iterations import CallClock
-from fusco.core.config import StaticRows
-from fusco.fsdp import Arrival, Dispatcher, FuscoDispatcher, TorchDispatcher
+from fusco.fsdp import Arrival, Dispatcher, TorchDispatcher
 
 
 @dataclass
@@ -61,20 +60,6 @@ class TimedTransformersLayer:
         out: torch.Tensor = self._experts_forward(*arguments)
         self._clock.mark("combine")
         return out
-
-
-class StaticDispatcher(FuscoDispatcher):
-    """Dispatches into static rows."""
-
-    num_rows = 1  # of the output, enough for the routing
-
-    def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
-    ) -> Arrival:
-        """Send tokens to their experts; rows behind the last block are uninitialised."""
-        comm = self.communicator(num_experts, topk_idx.shape[1], x)
-        sent = comm.dispatch(x, topk_idx, topk_weights, static=StaticRows(self.num_rows), launch=self.launch)
-        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
 
 
 class ShuffleDispatcher(TorchDispatcher):

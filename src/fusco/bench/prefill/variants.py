@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from fusco.bench.prefill.dispatchers import (
     ReferenceDispatcher,
     ShuffleDispatcher,
-    StaticDispatcher,
     TimedDispatcher,
     TimedTransformersLayer,
 )
@@ -27,7 +26,7 @@ from fusco.bench.prefill.iterations import CallClock
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.shuffle.baseline import BaselineShuffle
 from fusco.bench.shuffle.peers import BufferShuffle
-from fusco.core.config import Launch, Settings
+from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
 from fusco.core.topology import Topology
@@ -90,8 +89,8 @@ class Variant:
 
     def set_static_rows(self, num_rows: int) -> None:
         """Set the rows of static outputs, where the variant has them."""
-        if self.dispatcher and isinstance(self.dispatcher.inner, StaticDispatcher):
-            self.dispatcher.inner.num_rows = num_rows
+        if self.name == "fusco-static" and self.dispatcher:
+            cast("FuscoDispatcher", self.dispatcher.inner).static = StaticRows(num_rows)
 
     def synchronize(self) -> None:
         """Wait for everything that was moved; raises if something did not arrive."""
@@ -131,10 +130,9 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
         return ShuffleDispatcher(group, BaselineShuffle(group, placement, topology, job.device))
     if name == "deep_ep":
         return ShuffleDispatcher(group, stack.enter_context(BufferShuffle(group, num_experts, None)))
-    kind = StaticDispatcher if name == "fusco-static" else FuscoDispatcher
     launch = Launch(num_sms=FSDP_SMS if name == "fusco-32" else None)
     settings = Settings(timeout_s=job.timeout_s)
-    made = kind(group, job.tokens, ranks_per_node=job.ranks_per_node, settings=settings, launch=launch)
+    made = FuscoDispatcher(group, job.tokens, ranks_per_node=job.ranks_per_node, settings=settings, launch=launch)
     return stack.enter_context(made)
 
 

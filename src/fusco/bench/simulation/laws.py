@@ -10,7 +10,6 @@ import torch
 from fusco.bench.inputs.traffic import Workload
 from fusco.core.compiled import compiled
 from fusco.core.lanes import IntArray
-from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.simulate.demand import Demand
 
