@@ -37,7 +37,7 @@ def gather_parts(parts: IntArray, groups: Sequence[torch.Tensor]) -> tuple[torch
     bounds = np.zeros(len(groups) + 1, np.int64)
     rows[:, 1].cumsum(out=bounds[1:])
     bounds *= parts[:, 1].sum()
-    dst = torch.empty(int(bounds[-1]), dtype=torch.uint8, device="cpu")
+    dst = torch.from_numpy(np.empty(bounds[-1], np.uint8))
     _gather_parts(parts, rows, dst.data_ptr())
     return dst, bounds
 
