@@ -38,8 +38,7 @@ class CpuMemory:
         self.src_to_attachment = np.array([base + layout.control.attachment_offset(node) for base, node in where])
         remotes = topology.remote_nodes(self.rank)
         self.attachments = self.src_to_attachment[[control.counterpart(node) for node in remotes]].tolist()
-        # In a small combine a local rank holds the rows of its counterparts, in this order, and its own. Partial sums
-        # of it are in its rings, which nothing else uses then: addresses of those for each local rank, and of each.
+        # In a small combine each local rank holds the rows of these ranks, in this order: its counterparts and itself.
         nodes_in_order = [*remotes, self.node]
         self.sources = np.array(
             [[topology.node_to_ranks[node][local] for node in nodes_in_order] for local in range(len(self.ranks))]
@@ -49,6 +48,8 @@ class CpuMemory:
         depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes
         self.rings_out = Rings(np.array(outgoing, np.int64), depth, slot_bytes)
         self.rings_in = Rings(np.array(incoming, np.int64), depth, slot_bytes)
+        # Partial sums of a small combine are in the rings, which nothing else uses then: addresses of those for each
+        # local rank, and from each.
         self.sums_out, self.sums_in = self.rings_out.addresses[:, 2].copy(), self.rings_in.addresses[:, 2].copy()
 
     @property
