@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-minimum test-gpu bench-gpu bench-frameworks attack sanitize lint docs
+.PHONY: setup demo test test-minimum test-gpu bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -80,6 +80,11 @@ lint: setup
 # docs/api.md from signatures and docstrings. It parses the sources, so any Python from 3.10 on does, without packages.
 docs:
 	$(PYTHON) tools/api_reference.py
+
+# Pictures of the page of `fusco explore`, in a browser (chromium-headless-shell or FUSCO_BROWSER). OUT=... takes another
+# folder.
+pictures: setup
+	$(BIN)/python tools/pictures.py $(or $(OUT),docs/figures)
 
 # The tests of rails, whose engine is compiled with sanitizers; the interpreter itself is not. ThreadSanitizer needs
 # addresses that are not random.

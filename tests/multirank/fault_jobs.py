@@ -60,6 +60,7 @@ class Fault:
         num_calls_before: successful calls before it, counted from the time given by ``when``.
         when: ``"making"`` the communicator, ``"working"`` with it after one successful round, or ``"closing"`` it.
         times: a folder in which victims store the time at which it struck.
+        is_small: whether rows and sums are attached to records.
 
     """
 
@@ -69,6 +70,7 @@ class Fault:
     times: Path
     num_calls_before: int = 0
     when: str = "working"
+    is_small: bool = False
 
     def plant(self, rank: int) -> None:
         """Patch ``where`` in this process if the rank is a victim."""
@@ -130,7 +132,7 @@ def run_with_fault(
     if fault.when == "making":
         fault.plant(rank)
     try:
-        with _open(group, ranks_per_node) as communicator:
+        with _open(group, ranks_per_node, is_small=fault.is_small) as communicator:
             try:
                 _work(communicator, fault, work or _round)
             except fusco.PeerFailureError as error:
@@ -163,7 +165,7 @@ def hold_open(group: dist.ProcessGroup, ranks_per_node: int, signs: Path) -> lis
         return held()
 
 
-def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
+def _open(group: dist.ProcessGroup, ranks_per_node: int, *, is_small: bool = False) -> fusco.Communicator:
     return fusco.Communicator(
         group,
         num_experts=_NUM_EXPERTS,
@@ -171,9 +173,10 @@ def _open(group: dist.ProcessGroup, ranks_per_node: int) -> fusco.Communicator:
         max_tokens_per_rank=_NUM_TOKENS,
         max_bytes_per_token=_HIDDEN * 4,
         ranks_per_node=ranks_per_node,
-        balancer=ScatteredLanes(_NUM_TOKENS * (group.size() // ranks_per_node - 1)),  # so every rank carries rows
+        # So every rank carries rows, unless they are to be attached.
+        balancer=None if is_small else ScatteredLanes(_NUM_TOKENS * (group.size() // ranks_per_node - 1)),
         # Slices of two rows, so that a fault finds every step half done.
-        settings=fusco.Settings(timeout_s=TIMEOUT_S, slice_bytes=1, ring_depth=2),
+        settings=fusco.Settings(timeout_s=TIMEOUT_S, slice_bytes=None if is_small else 1, ring_depth=2),
     )
 
 

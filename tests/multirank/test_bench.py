@@ -43,8 +43,8 @@ SHAPE = ["--tokens", "32", "--hidden", "64", "--iterations", "2"]
 
 @pytest.mark.multirank
 def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
-    out = tmp_path / "shuffle.jsonl"
-    options = ["--traffic", "trace,imbalanced", "--ablation", *SHAPE, "--json", str(out)]
+    out, page = tmp_path / "shuffle.jsonl", tmp_path / "shuffle.html"
+    options = ["--traffic", "trace,imbalanced", "--ablation", *SHAPE, "--json", str(out), "--html", str(page)]
     done = CliRunner().invoke(app, ["bench", "shuffle", *options])
     assert done.exit_code == 0, done.output
     assert all(f"shuffle, {traffic} traffic" in done.output for traffic in ("trace", "imbalanced"))
@@ -64,6 +64,8 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
         assert records["no-planner"]["internode_row_bytes"] > ours["internode_row_bytes"]
         assert min(record["rearranging_ms"] for record in (other, records["no-engine"])) > 0
         assert records["no-balancer"]["balancer"] == "static"
+    text = page.read_text()
+    assert all(f'"kind":"{kind}"' in text for kind in ("runs", "copies", "links", "matrix", "experts", "replay"))
 
 
 @pytest.mark.multirank

@@ -72,6 +72,11 @@ MORE_PLACES = {
     "folding sums": (TWO_NODES, (1,), FOLDING, 3),
     "two ranks of one node": (TWO_NODES, (0, 1), SCATTERING, 2),
 }
+SMALL_PLACES = {  # of combines that attach their sums
+    "before the record of a combine": (TWO_NODES, (3,), RECORDS, 1),
+    "adding the sums of its node": (TWO_NODES, (1,), "fusco.cpu.attached_sums:AttachedSums.attach", 0),
+    "adding the sums of other nodes": (TWO_NODES, (2,), "fusco.cpu.attached_sums:AttachedSums.finish", 1),
+}
 EXCHANGES = {
     "sending within the node": (TWO_NODES, (1,), "fusco.cpu.all_to_all:SendWithin.step", 5),
     "receiving within the node": (TWO_NODES, (0,), "fusco.cpu.all_to_all:ReceiveWithin.step", 4),
@@ -92,6 +97,17 @@ LATE = {
     **{
         place: {"topology": topology, "how": stop, "victims": victims, "where": where, "num_calls_before": num}
         for place, (topology, victims, where, num) in PLACES.items()
+    },
+    **{
+        place: {
+            "topology": topology,
+            "how": stop,
+            "victims": victims,
+            "where": where,
+            "num_calls_before": num,
+            "is_small": True,
+        }
+        for place, (topology, victims, where, num) in SMALL_PLACES.items()
     },
     "in an all-to-all": {
         "how": stop,
@@ -208,12 +224,12 @@ def assert_broken(fates):
 
 
 @pytest.mark.parametrize(
-    ("topology", "victims", "where", "num_calls_before"),
-    [*PLACES.values(), *MORE_PLACES.values()],
-    ids=[*PLACES, *MORE_PLACES],
+    ("topology", "victims", "where", "num_calls_before", "is_small"),
+    [(*place, places is SMALL_PLACES) for places in (PLACES, MORE_PLACES, SMALL_PLACES) for place in places.values()],
+    ids=[*PLACES, *MORE_PLACES, *SMALL_PLACES],
 )
-def test_death_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before):
-    fault = {"how": die, "victims": victims, "where": where, "num_calls_before": num_calls_before}
+def test_death_is_detected_at_once(tmp_path, topology, victims, where, num_calls_before, is_small):
+    fault = {"how": die, "victims": victims, "where": where, "num_calls_before": num_calls_before, "is_small": is_small}
     with strike(tmp_path, topology=topology, **fault) as struck:
         fates = struck.fates()
     assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
@@ -243,7 +259,7 @@ def test_death_in_an_all_to_all_is_detected_at_once(tmp_path, topology, victims,
     assert_broken(fates)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, *SMALL_PLACES])
 def test_a_stopped_rank_is_detected_within_the_limit(late, place):
     with late(place) as struck:
         fates, victims = struck.fates(), struck.fault.victims

@@ -123,7 +123,10 @@ def test_two_communicators_in_different_orders(world):
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, name):
-    outcomes = make(world, name)
+    check_mismatch(make(world, name), name)
+
+
+def check_mismatch(outcomes, name):
     assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
     assert len({outcome.text for outcome in outcomes}) == 1
     assert all(phrase in outcomes[0].text for phrase in MISTAKES[name].phrases), outcomes[0].text
@@ -138,11 +141,12 @@ def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per
 
 
 @pytest.mark.cpu_only
-def test_rows_that_were_sent_with_records_are_taken_off_the_network_if_ranks_disagree(world):
+def test_rows_and_sums_that_were_sent_with_records_are_taken_off_the_network_if_ranks_disagree(world):
     setup = dataclasses.replace(SETUP, settings=Settings(timeout_s=TIMEOUT_S))  # whose slices hold all rows
-    check_rejection(make(world, "id_too_large", setup), "ValueError", ["8"])
-    for name in ("dispatch_other_width", "combine_while_others_dispatch"):
-        assert kinds(make(world, name, setup)) == ["MismatchError"] * 4
+    for name in ("id_too_large", "y_of_three_dimensions"):  # of a dispatch and of a combine
+        check_rejection(make(world, name, setup), MISTAKES[name].kind, MISTAKES[name].phrases)
+    for name in MISMATCHES:
+        check_mismatch(make(world, name, setup), name)
 
 
 def test_a_closed_communicator_says_so(world):

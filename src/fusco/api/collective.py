@@ -102,4 +102,4 @@ def _agreed(
     assert pending is not None
     known = request.known
     fingerprint = known.fingerprint if known else CollectiveFingerprint(name, request.fields)
-    return session.agree(fingerprint, pending.counts, request.handle, pending.attachments)
+    return session.agree(fingerprint, pending.counts, request.handle, pending.attachment)

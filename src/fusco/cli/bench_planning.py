@@ -78,12 +78,13 @@ def balancers(
     ] = "bimodal",
     seed: options.Seed = 0,
     json: options.JsonFile = None,
+    html: options.HtmlFile = None,
 ) -> None:
     """Compare balancers on the loads of many draws: how far the busiest rank is from the bound, and the time."""
     from fusco.bench.balancers import compare_balancers
 
     records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
-    report(records, [_balancer_table(records, draws)], new_console(json), json)
+    report(records, [_balancer_table(records, draws)], new_console(json), json, html=html)
 
 
 def _balancer_table(records: Sequence[BalancerRecord], num_draws: int) -> ResultTable:
@@ -121,6 +122,7 @@ def balance(
         bool, typer.Option("--hidden-copies/--costly-copies", help="Copies cost nothing, or their time on the link.")
     ] = True,
     json: options.JsonFile = None,
+    html: options.HtmlFile = None,
 ) -> None:
     """Show how unequal ranks' work is in real routing, and what copies of busy experts, planned for the batch, leave.
 
@@ -143,7 +145,7 @@ def balance(
     measuring = measure_balance(traces, sizes, experts, wanted, costs, first)
     total = len(traces) * len(sizes)
     records = list(track(measuring, "planning", total, auto_refresh=False, console=console, transient=True))
-    report(records, [_balance_table(records)], console, json)
+    report(records, [_balance_table(records)], console, json, html=html)
 
 
 def _number_of_ranks(text: str) -> int:

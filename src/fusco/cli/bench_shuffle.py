@@ -14,6 +14,7 @@ import typer
 from fusco.bench import names
 from fusco.bench.shuffle.variants import choose_variants, recorded_variant
 from fusco.cli import options
+from fusco.cli.explore import plan_views
 from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
@@ -114,6 +115,7 @@ def shuffle(
     batches: options.Batches = 1,
     how: ShuffleOptions,
     json: options.JsonFile = None,
+    html: options.HtmlFile = None,
 ) -> None:
     """Compare fusco with all_to_all_single and index_select: verify, then time dispatch and combine.
 
@@ -148,7 +150,8 @@ def shuffle(
     if how.timeline:
         _write_timelines(run, ranks, how.timeline)
     tables = [table_of_records(list(of)) for _, of in groupby(records, key=lambda record: record.traffic)]
-    report(records, tables, console, json, lambda record: f"{record.traffic}, {record.variant}")
+    views = plan_views(run.workloads[0], run.balancer) if html else ()
+    report(records, tables, console, json, lambda record: f"{record.traffic}, {record.variant}", html, views)
 
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:

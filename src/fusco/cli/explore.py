@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fusco.bench.inputs.traffic import Workload
     from fusco.core.lanes import IntArray
     from fusco.explore.views import View
+    from fusco.placement import Balance
+    from fusco.schedule import Links
 
 _SPARE_PLACES = 2
 _OF_PAGE = ("--results", "--out", "--spare-places")  # options that go with results, too
@@ -68,11 +70,13 @@ def explore(
     balance, views, title, subtitle, facts = Balance(spare_places), list[Any](), "", "", dict[str, str]()
     if results:
         records = [record for path in results for record in _read_lines(path)]
+        if not records:
+            raise ValueError(f"{', '.join(map(str, results))} has no records")
         views, facts, title = record_views(records, balance), record_facts(records), title_of(records)
     if not results or any(option not in _OF_PAGE for option in options.given_options(context)):
         topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
         (planned,) = workload.workloads([traffic], topology)
-        layers = _layers_of(planned, workload)
+        layers = _layers_of(planned, workload) if planned.trace is not None else None
         links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
         views += plan_views(planned, balancer, balance, links, layers)
         title = title or f"One dispatch on {plural(nodes, 'node')} of {plural(ranks_per_node, 'rank')}"
@@ -97,44 +101,59 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def plan_views(workload: Workload, balancer: str, balance: Any, links: Any, layers: dict[int, IntArray]) -> list[View]:
-    """Return the views of a workload's plan; ``layers`` has the rows of each expert by layer."""
+def plan_views(
+    workload: Workload,
+    balancer: str,
+    balance: Balance | None = None,
+    links: Links | None = None,
+    layers: dict[int, IntArray] | None = None,
+) -> list[View]:
+    """Return the views of a workload's plan.
+
+    ``layers`` has the rows of each expert by layer, by default one, of the workload's routing. Other defaults are those
+    of ``fusco explore``.
+    """
+    import numpy as np
+
     from fusco.explore.experts import experts_view
     from fusco.explore.stages import stage_views
     from fusco.explore.traffic import Dispatch, copies_view, links_view, matrix_view
+    from fusco.placement import Balance
+    from fusco.schedule import Links
 
-    topology, views = workload.topology, list[Any]()
-    routings = (workload.routing(rank).topk_idx for rank in range(topology.world_size))
+    topology, experts, views = workload.topology, workload.placement.num_experts, list[Any]()
+    ids = [workload.routing(rank).topk_idx for rank in range(topology.world_size)]
     if topology.num_nodes > 1:
-        dispatch = Dispatch.of_routings(routings, workload.placement, topology, workload.bytes_per_token)
+        dispatch = Dispatch.of_routings(ids, workload.placement, topology, workload.bytes_per_token)
         views += [copies_view(dispatch), links_view(dispatch, balancer), matrix_view(dispatch, balancer)]
     if topology.world_size > 1:
-        rows, numbers = list(layers.values()), list(layers)
-        sizes = (topology.world_size, balance, numbers, topology.ranks_per_node)
-        views.append(experts_view(rows, workload.placement, *sizes))
+        layers = layers or {0: sum((_count(each.numpy(), experts) for each in ids), np.zeros(experts, np.int64))}
+        sizes = (topology.world_size, balance or Balance(_SPARE_PLACES), list(layers), topology.ranks_per_node)
+        views.append(experts_view(list(layers.values()), workload.placement, *sizes))
     if topology.num_nodes > 1:
-        views += stage_views(dispatch.node_rows * workload.bytes_per_token, topology.ranks_per_node, links)
+        node_bytes = dispatch.node_rows * workload.bytes_per_token
+        views += stage_views(node_bytes, topology.ranks_per_node, links or Links())
     return views
 
 
 def _layers_of(workload: Workload, given: options.WorkloadOptions) -> dict[int, IntArray]:
-    """Return the rows of each expert, by layer: the whole trace, all of its layers, or what ranks have."""
-    import numpy as np
-
+    """Return the rows of each expert by layer, those of all tokens of the trace; ``--layer`` chooses one."""
     from fusco.bench.inputs.traffic import Trace
 
     num_experts = workload.placement.num_experts
-    if workload.trace is not None and given.layer is None:
-        traces = Trace.load_all(given.trace, given.trace_key)
-        for each in traces:
-            each.check(num_experts, workload.num_topk)
-        ids = {layer: each.topk_idx for layer, each in enumerate(traces)}
-        return {layer: np.bincount(each[each >= 0], minlength=num_experts) for layer, each in ids.items()}
-    rows = np.zeros(num_experts, np.int64)
-    for rank in range(workload.topology.world_size):
-        of_rank = workload.routing(rank).topk_idx.numpy()
-        rows += np.bincount(of_rank[of_rank >= 0], minlength=num_experts)
-    return {given.layer or 0: rows}
+    if given.layer is not None:
+        traces = {given.layer: Trace.load(given.trace, given.trace_key, given.layer)}
+    else:
+        traces = dict(enumerate(Trace.load_all(given.trace, given.trace_key)))
+    for each in traces.values():
+        each.check(num_experts, workload.num_topk)
+    return {layer: _count(each.topk_idx, num_experts) for layer, each in traces.items()}
+
+
+def _count(ids: IntArray, num_experts: int) -> IntArray:
+    import numpy as np
+
+    return np.bincount(ids[ids >= 0], minlength=num_experts)
 
 
 def facts_of(workload: Workload) -> dict[str, str]:

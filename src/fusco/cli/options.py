@@ -113,6 +113,16 @@ JsonFile = Annotated[
     ),
 ]
 
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        dir_okay=False,
+        callback=check_writable,
+        help="Also write a page that shows the records (fusco explore).",
+    ),
+]
+
 
 def given_options(context: typer.Context) -> dict[str, Any]:
     """Return the values of the options that the user has given, by name: ``--num-experts``."""

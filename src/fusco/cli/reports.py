@@ -10,6 +10,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from fusco.bench.harness.json_lines import write_json_lines
+from fusco.cli.explore import write_records
 from fusco.cli.tables import ResultTable
 
 Column = tuple[str, str | Callable[[Any], str]]  # a head, and what makes a cell of a record: a format or a function
@@ -42,13 +43,19 @@ def report(
     console: Console,
     json: Path | None,
     name: Callable[[Any], str] = str,
+    html: Path | None = None,
+    views: Sequence[Any] = (),
 ) -> None:
-    """Print what is shown and the errors of records, with their names; write records; exit code 1 if one is wrong."""
+    """Print what is shown and the errors of records, with their names; write records; exit code 1 if one is wrong.
+
+    ``html`` is a page of the records, and of ``views`` besides.
+    """
     for each in shown:
         console.print(each)
     for record in records:
         for error in getattr(record, "errors", ()):
             console.print(f"[red]{name(record)}: {error}[/]")
     write_json_lines(records, json)
+    write_records(records, html, views)
     if not all(getattr(record, "is_right", True) for record in records):
         raise typer.Exit(1)

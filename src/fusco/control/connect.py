@@ -12,6 +12,7 @@ from typing import TypeVar
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.layout import SegmentSizes
 from fusco.control.node_memory import NodeMemory, warm_up_node_memory
+from fusco.control.record_round import warm_up_record_round
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
 from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
@@ -61,6 +62,7 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         TransportError: if a network does not work.
     """
     warm_up_node_memory()  # before any rank's clock runs
+    warm_up_record_round()
     with ExitStack() as resources:
         secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology

@@ -9,8 +9,10 @@ from fusco.core.topology import Topology
 
 ALIGNMENT = 64  # a cache line: no two writers share one, and views of every dtype are aligned
 RECORD_TEXT_BYTES = 1024
-# Digest (2), handle, number of counts, bytes of text, bytes of the attachment; see ``RecordExchange``.
-RECORD_HEADER_INTS = 6
+# Digest (2), handle, number of counts, bytes of text, bytes of the attachment, and 1 if the ranks of the sender's node
+# agree; see ``RecordExchange``.
+RECORD_HEADER_INTS = 7
+NUM_ATTACHED_INT, NODE_AGREES_INT = 5, 6
 NUM_COMPARED_INTS = 4  # of a header, those that must be equal on all ranks
 _MAX_VERB_COUNTS = 8  # counts of a verb besides those for each rank
 

@@ -88,6 +88,7 @@ class NodeMemory:
             [int(self._bases[local]) + layout.record_offset(node) for local, node in places], dtype=np.int64
         )
         self._own_record_address = int(self._record_addresses[rank])
+        self._node_records = self._record_addresses[list(self.ranks)]
         self._counts = np.zeros(layout.record_ints * topology.world_size, dtype=np.int64)
         self._count_bytes = self._counts.data.cast("B")
 
@@ -142,12 +143,18 @@ class NodeMemory:
             return ((),) * world_size
         return tuple(struct.iter_unpack(f"{num_counts}q", self._count_bytes[: 8 * num_counts * world_size]))
 
+    @property
+    def has_agreed(self) -> bool:
+        """True if the records of all ranks of this node, which are here, have this rank's digest and handle."""
+        records = self._node_records
+        return len(records) > 0 and bool(_gather_counts(records, self._own_record_address, 0, self._counts))
+
     def close(self) -> None:
         """Close all segments."""
         self.bytes, self.flags = [], []
         self._records.clear()
         self._attachments.clear()
-        self._bases = self._record_addresses = self._bases[:0]
+        self._bases = self._record_addresses = self._node_records = self._bases[:0]
         self.own_record = memoryview(b"")
         self.write_done = self.announce_record = _ignore
         while self._segments:

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
-from fusco.control.layout import RECORD_HEADER_INTS
+from fusco.control.layout import NODE_AGREES_INT, NUM_ATTACHED_INT, RECORD_HEADER_INTS
 from fusco.control.node_memory import NodeMemory, wait_for_flag
+from fusco.control.record_round import ALL_AGREE, ALL_HERE, Attachment, RecordRound
 from fusco.control.repeated_record import RepeatedRecord
+from fusco.control.tcp_transport import TcpTransport
 from fusco.control.transport import Mesh
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 
-Attachment = npt.NDArray[np.uint8]
-_ATTACHMENT_BYTES, _ATTACHMENT_BYTES_OFFSET = struct.Struct("q"), 8 * (RECORD_HEADER_INTS - 1)
+_NUM_ATTACHED = struct.Struct("q")
+_LAST_INTS = struct.Struct("2q")  # of a header: bytes of the attachment, and whether the node agrees
+assert (NUM_ATTACHED_INT, NODE_AGREES_INT) == (RECORD_HEADER_INTS - 2, RECORD_HEADER_INTS - 1)
+_NUM_ATTACHED_OFFSET = 8 * NUM_ATTACHED_INT
 
 
 class RecordExchange:
     """All-gather of records at the start of a collective.
 
     A record is an array of int64, then text: the digest of a fingerprint, the number of a handle, the number of counts,
-    the bytes of text and those of the attachment; the counts; and from ``record_ints`` on the text of the fingerprint.
-    Ranks compare the first four numbers. Only if they differ, which is an error as a rule, does a rank read the texts.
+    the bytes of text and those of the attachment, and whether the ranks of the sender's node agree; the counts; and
+    from ``record_ints`` on the text of the fingerprint. Ranks compare the first four numbers. Only if they differ,
+    which is an error as a rule, does a rank read the texts.
 
     A record may go to each other node with an attachment: data for the ranks there, which is in the memory of the
-    counterpart when the record is, also if ranks then find that they do not agree.
+    counterpart when the record is, also if ranks then find that they do not agree. An attachment may need data of all
+    ranks of the node, and is made when they agree. Records then say so, and a rank that has one from each node, equal
+    to its own, knows that all ranks agree: it does not wait for the records that others of its node receive.
     """
 
     def __init__(self, memory: NodeMemory, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -38,6 +42,9 @@ class RecordExchange:
         self._counterpart_to_node = {
             memory.counterpart(node): node for node in self._topology.remote_nodes(memory.rank)
         }
+        self._round: RecordRound | None = None
+        if self._counterpart_to_node and isinstance(mesh.transport, TcpTransport):
+            self._round = RecordRound(memory, mesh.transport.descriptors)
         self._written = b""  # the text in this rank's record
         self._done_flag, self._record_flag = memory.layout.done_flag, memory.layout.record_flag(memory.node)
 
@@ -54,18 +61,22 @@ class RecordExchange:
         handle: int,
         counts: Sequence[int],
         profile: CallProfile,
-        attachments: Mapping[int, Attachment],
+        attachment: Attachment | Callable[[], Attachment] | None = None,
     ) -> Sequence[tuple[int, ...]]:
-        """Publish this rank's record, and return the counts of all ranks, by rank; raises as ``Session.agree``.
-
-        ``attachments`` are by node, not of this rank's node.
-        """
+        """Publish this rank's record, and return the counts of all ranks, by rank; raises as ``Session.agree``."""
         self._write(fingerprint, handle, counts)
         self._memory.announce_record(collective)
-        if self._counterpart_to_node:
-            self._exchange_between_nodes(collective, profile, attachments)
-        else:
+        if not self._counterpart_to_node:
             self.wait_for_records(collective)
+        elif callable(attachment):
+            assert not counts, counts
+            self.wait_for_records(collective)
+            has_agreed = self._memory.has_agreed
+            attached = attachment() if has_agreed else None
+            if self._exchange_between_nodes(collective, profile, attached, has_node_agreed=has_agreed):
+                return ((),) * self._topology.world_size
+        else:
+            self._exchange_between_nodes(collective, profile, attachment, has_node_agreed=False)
         return self.counts_of_all(fingerprint, len(counts))
 
     def wait_for_records(self, collective: int) -> None:
@@ -88,7 +99,11 @@ class RecordExchange:
         if not self._counterpart_to_node:
             self.wait_for_records(collective)
             return
-        self._mesh.resume(*self._messages(), record.progress.tolist())
+        own, to_memory = self._messages()
+        sent, received = record.progress.reshape(2, -1).tolist()
+        record_bytes = bytes(own)
+        moved = zip(to_memory, zip(sent, received, strict=True), strict=True)
+        self._mesh.begin(dict.fromkeys(to_memory, record_bytes), to_memory, peer_to_moved=dict(moved))
         self._wait_between_nodes(collective)
         record.progress[:] = self._layout.record_bytes
 
@@ -99,19 +114,34 @@ class RecordExchange:
         return memory.record_bytes(memory.local, memory.node), to_memory
 
     def _exchange_between_nodes(
-        self, collective: int, profile: CallProfile, attachments: Mapping[int, Attachment]
-    ) -> None:
+        self, collective: int, profile: CallProfile, attachment: Attachment | None, *, has_node_agreed: bool
+    ) -> bool:
+        """Exchange records with the counterparts; return True if they tell that all ranks agree.
+
+        Otherwise the records of all ranks are here.
+        """
+        profile.internode_metadata_bytes += self._layout.record_bytes * len(self._counterpart_to_node)
+        peer_to_moved: dict[int, tuple[int, int]] = {}
+        if self._round:
+            outcome = self._round.run(collective, attachment, has_node_agreed=has_node_agreed)
+            if outcome in (ALL_HERE, ALL_AGREE):
+                return outcome == ALL_AGREE
+            peer_to_moved = dict(zip(self._counterpart_to_node, self._round.progress, strict=True))
         local_record, to_memory = self._messages()
         record = bytes(local_record)
-        messages = {peer: _attach(record, attachments.get(node)) for peer, node in self._counterpart_to_node.items()}
-        self._mesh.begin(messages, to_memory, self._attachment_of if self._layout.attachment_bytes else None)
-        profile.internode_metadata_bytes += len(record) * len(to_memory)
+        messages = {
+            peer: _message(record, attachment.part(node) if attachment else b"", int(has_node_agreed))
+            for peer, node in self._counterpart_to_node.items()
+        }
+        behind = self._attachment_of if self._layout.attachment_bytes else None
+        self._mesh.begin(messages, to_memory, behind, peer_to_moved)
         self._wait_between_nodes(collective)
+        return False
 
     def _attachment_of(self, peer: int) -> memoryview:
         """Return the memory for what is attached to the record of a counterpart, which is here."""
         memory, node = self._memory, self._counterpart_to_node[peer]
-        (num_bytes,) = _ATTACHMENT_BYTES.unpack_from(memory.record_bytes(memory.local, node), _ATTACHMENT_BYTES_OFFSET)
+        (num_bytes,) = _NUM_ATTACHED.unpack_from(memory.record_bytes(memory.local, node), _NUM_ATTACHED_OFFSET)
         assert 0 <= num_bytes <= self._layout.attachment_bytes, (num_bytes, self._layout.attachment_bytes)
         return memory.attachment(node)[:num_bytes]
 
@@ -141,7 +171,7 @@ class RecordExchange:
         memory, text, num_counts = self._memory.own_record, fingerprint.text, len(counts)
         assert RECORD_HEADER_INTS + num_counts <= self._layout.record_ints, (num_counts, self._layout.record_ints)
         numbers = f"{RECORD_HEADER_INTS + num_counts}q"
-        struct.pack_into(numbers, memory, 0, *fingerprint.digest, handle, num_counts, len(text), 0, *counts)
+        struct.pack_into(numbers, memory, 0, *fingerprint.digest, handle, num_counts, len(text), 0, 0, *counts)
         if text is not self._written:
             first_char = self._layout.record_ints * 8
             assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
@@ -153,7 +183,7 @@ class RecordExchange:
         fingerprints, counts, first_char = [], [], self._layout.record_ints * 8
         for rank_local, node in zip(self._topology.rank_to_local, self._topology.rank_to_node, strict=True):
             memory = self._memory.record_bytes(rank_local, node)
-            _, _, handle, num_counts, num_chars, _ = struct.unpack_from(f"{RECORD_HEADER_INTS}q", memory)
+            _, _, handle, num_counts, num_chars, _, _ = struct.unpack_from(f"{RECORD_HEADER_INTS}q", memory)
             text = memory[first_char : first_char + num_chars].tobytes()
             fingerprints.append(CollectiveFingerprint.decode(text, handle))
             counts.append(struct.unpack_from(f"{num_counts}q", memory, 8 * RECORD_HEADER_INTS))
@@ -162,9 +192,7 @@ class RecordExchange:
         return counts
 
 
-def _attach(record: bytes, attachment: Attachment | None) -> bytes:
+def _message(record: bytes, attached: memoryview | bytes, has_node_agreed: int) -> bytes:
     """Return the message of a record and its attachment, whose size the record then has."""
-    if attachment is None:
-        return record
-    first, end = _ATTACHMENT_BYTES_OFFSET, _ATTACHMENT_BYTES_OFFSET + _ATTACHMENT_BYTES.size
-    return b"".join((record[:first], _ATTACHMENT_BYTES.pack(attachment.nbytes), record[end:], attachment.data))
+    first, end = _NUM_ATTACHED_OFFSET, _NUM_ATTACHED_OFFSET + _LAST_INTS.size
+    return b"".join((record[:first], _LAST_INTS.pack(len(attached), has_node_agreed), record[end:], attached))

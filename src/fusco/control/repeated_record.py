@@ -165,7 +165,7 @@ class RepeatedRecord:
         self.text, layout, own = fingerprint.text, memory.layout, counts[memory.rank]
         remotes, nodes = layout.topology.remote_nodes(memory.rank), range(layout.topology.num_nodes)
         record = np.zeros(layout.record_bytes // 8, dtype=np.int64)
-        header = [*fingerprint.digest, 0, len(own), len(self.text), 0, *own]
+        header = [*fingerprint.digest, 0, len(own), len(self.text), 0, 0, *own]
         record[: len(header)] = header
         end = layout.record_ints * 8 + len(self.text)
         record.view(np.uint8)[layout.record_ints * 8 : end] = np.frombuffer(self.text, dtype=np.uint8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
-from fusco.control.record_exchange import Attachment, RecordExchange
+from fusco.control.record_exchange import RecordExchange
+from fusco.control.record_round import Attachment
 from fusco.control.repeated_record import ALL_EQUAL, PEERS_NOT_DONE, RECORDS_MISSING, RepeatedRecord
 from fusco.core.access import Access
 from fusco.core.errors import (
@@ -23,7 +24,6 @@ from fusco.core.profile import Call, CallProfile
 
 # Errors that all ranks raise in the same collective. The communicator stays usable.
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
-_NOTHING: Mapping[int, Attachment] = {}
 _UNDER_WAY = (0.0, 0.0, lambda _: None)  # of a repeated collective that is not complete; see ``leave_repeated``
 
 
@@ -172,7 +172,7 @@ class Session:
         fingerprint: CollectiveFingerprint,
         counts: Sequence[int] = (),
         handle: int = 0,
-        attachments: Mapping[int, Attachment] = _NOTHING,
+        attachment: Attachment | Callable[[], Attachment] | None = None,
     ) -> Sequence[tuple[int, ...]]:
         """Exchange fingerprints and counts with all ranks; return the counts of all ranks, by rank.
 
@@ -180,7 +180,8 @@ class Session:
             fingerprint: equal on all ranks, unless one has rejected its input.
             counts: as many on all ranks.
             handle: number of the collective that made the handle that this one uses, equal on all ranks; 0 for none.
-            attachments: data that goes with the record to other nodes, by node; see ``RecordExchange``.
+            attachment: data that goes with the record to other nodes, see ``RecordExchange``; or a function that
+                returns it once all ranks of the node agree, with no ``counts``.
 
         Raises:
             MismatchError: on all ranks, unless their fingerprints and handles are equal.
@@ -190,7 +191,7 @@ class Session:
             self.has_published = False
             return self._exchange.counts_of_all(fingerprint, len(counts))
         of_ranks = self._exchange.exchange_records(
-            self.sequence_number, fingerprint, handle, counts, self._profile, attachments
+            self.sequence_number, fingerprint, handle, counts, self._profile, attachment
         )
         if self.broken:  # a signal handler has closed it
             self._require_usable(fingerprint.operation)

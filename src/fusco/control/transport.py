@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -79,33 +79,23 @@ class Mesh:
         peer_to_message: Mapping[int, bytes],
         peer_to_memory: Mapping[int, memoryview],
         memory_behind: Callable[[int], memoryview] | None = None,
+        peer_to_moved: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
-        """Begin a round; the previous one must be done.
+        """Begin a round, or go on with one of which something has been done outside; the previous one must be done.
 
         Args:
             peer_to_message: bytes for each peer.
             peer_to_memory: memory for each peer's message, or for the part of it that all messages have.
             memory_behind: returns the memory for the rest of a peer's message, of exactly its size, once the first part
                 is here; ``None`` if there is none.
+            peer_to_moved: the bytes that have been sent to each peer, and received from it.
         """
         assert self.is_done, self._tickets
-        self._memory_behind = memory_behind
-        self._tickets = [self.transport.send(memoryview(each), peer) for peer, each in peer_to_message.items()]
-        self._tickets += [self._receive(peer, memory) for peer, memory in peer_to_memory.items()]
-
-    def resume(self, message: memoryview, peer_to_memory: Mapping[int, memoryview], num_moved: Sequence[int]) -> None:
-        """Go on with a round of which something has been done outside.
-
-        ``num_moved``: the bytes sent to each peer, in the order of ``peer_to_memory``, then those received from each.
-        """
-        assert self.is_done, self._tickets
-        copy, self._memory_behind, self._tickets = memoryview(bytes(message)), None, []
-        moved = zip(num_moved, num_moved[len(peer_to_memory) :], strict=False)
-        for (peer, memory), (num_sent, num_received) in zip(peer_to_memory.items(), moved, strict=True):
-            if num_sent < len(copy):
-                self._tickets.append(self.transport.send(copy[num_sent:], peer))
-            if num_received < len(memory):
-                self._tickets.append(self._receive(peer, memory[num_received:]))
+        self._memory_behind, moved = memory_behind, peer_to_moved or {}
+        rests = [(peer, memoryview(each)[moved.get(peer, (0, 0))[0] :]) for peer, each in peer_to_message.items()]
+        self._tickets = [self.transport.send(rest, peer) for peer, rest in rests if rest]
+        for peer, memory in peer_to_memory.items():
+            self._receive(peer, memory, moved.get(peer, (0, 0))[1])
 
     def poll(self) -> list[int]:
         """Send and receive without blocking; return the peers whose message has become complete."""
@@ -119,14 +109,17 @@ class Mesh:
         """True once all messages of this round have been sent and received."""
         return all(ticket.is_done for ticket in self._tickets) and not self.transport.unflushed_peers
 
-    def _receive(self, peer: int, memory: memoryview) -> Ticket:
-        return self.transport.receive(memory, peer, partial(self._has_come, peer))
-
-    def _has_come(self, peer: int) -> None:
-        if self._memory_behind and (rest := self._memory_behind(peer)):
-            self._tickets.append(self.transport.receive(rest, peer, partial(self._note_arrival, peer)))
+    def _receive(self, peer: int, memory: memoryview, num_received: int) -> None:
+        if num_received < len(memory):
+            ticket = self.transport.receive(
+                memory[num_received:], peer, partial(self._receive, peer, memory, len(memory))
+            )
+        elif self._memory_behind and (rest := self._memory_behind(peer)[num_received - len(memory) :]):
+            ticket = self.transport.receive(rest, peer, partial(self._note_arrival, peer))
         else:
             self._note_arrival(peer)
+            return
+        self._tickets.append(ticket)
 
     def _note_arrival(self, peer: int) -> None:
         self._arrived.append(peer)

@@ -32,8 +32,10 @@ class CallProfile:
     Attributes:
         operation: for example ``"dispatch #3"``.
         planning_s: agreeing with all ranks, in every collective; in a dispatch also exchanging routing and making the
-            plan, in an all-to-all making the schedule. Rows of a small dispatch between CPUs travel meanwhile.
-        staging_s: copying rows into peer-visible memory, in their order; on CUDA zero, since rows are pushed at once.
+            plan, in an all-to-all making the schedule. Rows of a small dispatch between CPUs, and sums of a small
+            combine, travel meanwhile.
+        staging_s: copying rows into peer-visible memory, in their order, or partial sums of a small combine; on CUDA
+            zero, since rows are pushed at once.
         wire_s: moving rows to their final places.
         rearranging_s: passes over memory that only rearrange rows. This engine has none; the field exists so that one
             that is added must be reported.

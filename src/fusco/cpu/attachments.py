@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fusco.control.record_exchange import Attachment
+from fusco.control.record_round import Attachment
 from fusco.core.lanes import IntArray
 from fusco.core.profile import CallProfile
 from fusco.cpu.kernels.gather_rows import gather_parts
@@ -22,7 +22,7 @@ class Attachments:
     """Attachments of the ranks of all other nodes, in a dispatch of one shape.
 
     Attributes:
-        of_nodes: those of this rank, by node.
+        attachment: that of this rank.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Attachments:
             (memory.pools[memory.local], row_bytes),
         ]
         table = np.array(parts, np.int64)
-        self.of_nodes: dict[int, Attachment] = {
-            node: gather_parts(table, forwarding.node_to_tokens[node].numpy())
-            for node in memory.layout.topology.remote_nodes(memory.rank)
-        }
-        num_sent = sum(forwarding.num_tokens_to_node[node] for node in self.of_nodes)
+        tokens = list(forwarding.node_to_tokens)
+        tokens[memory.node] = tokens[memory.node][:0]
+        gathered, bounds = gather_parts(table, tokens)
+        self.attachment = Attachment(gathered, bounds)
+        num_sent = sum(map(len, tokens))
         profile.internode_metadata_bytes += num_sent * self._routing_bytes
         profile.internode_row_bytes += num_sent * row_bytes
 

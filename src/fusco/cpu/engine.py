@@ -26,6 +26,7 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cpu.all_to_all import ByteMemory, Exchanges
+from fusco.cpu.attached_sums import AttachedSums
 from fusco.cpu.attachments import Attachments
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
@@ -148,7 +149,7 @@ class CpuEngine:
                 raise LateRejection(RowOverflowError(self._rank, static.num_rows, needed))
             return DispatchOutput(plan, rows, weights_of_rows(plan, request))
 
-        return Pending(published.pack(), run, attachments.of_nodes if attachments else {})
+        return Pending(published.pack(), run, attachments.attachment if attachments else None)
 
     def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
         self._stage(request.payloads, call)
@@ -156,7 +157,23 @@ class CpuEngine:
 
     def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
         (rows,) = request.rows
-        return Pending((), lambda _: [self._sum_rows(request.plan, rows, request.weights, call)])
+        plan, weights = request.plan, request.weights
+        if not (plan.is_attached and self._layout.can_attach_sums):
+            return Pending((), lambda _: [self._sum_rows(plan, rows, weights, call)])
+        with call.profile.spend("staging"):
+            terms = Terms.of(plain(rows), weights, plan.pairs, self._memory.local)
+            sums = AttachedSums(plan, self._memory, terms, self._wire_dtype(rows), rows.dtype, call)
+
+        def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+            with call.profile.spend("wire"):
+                out = self._recycler.empty((plan.num_rows_from(self._rank), terms.hidden), rows.dtype)
+                sums.finish(out)
+            return [out]
+
+        return Pending((), run, sums.attach)
+
+    def _wire_dtype(self, rows: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
 
     def _plan(
         self,
@@ -198,6 +215,7 @@ class CpuEngine:
             distribution=pairs.distribution,
             sending_stages=stages,
             pairs=pairs,
+            is_attached=attachments is not None,
         )
 
     def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
@@ -244,7 +262,7 @@ class CpuEngine:
     ) -> torch.Tensor:
         with call.profile.spend("wire"):
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
-            wire_dtype = torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
+            wire_dtype = self._wire_dtype(rows)
             rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
             chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
             carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize

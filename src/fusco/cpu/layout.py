@@ -41,6 +41,16 @@ class CpuLayout(EngineConfig):
         return num_bytes if is_small and self.topology.num_nodes > 1 else 0
 
     @cached_property
+    def can_attach_sums(self) -> bool:
+        """True if a combine whose dispatch attached its rows can attach sums: if a ring has room for those of a rank.
+
+        They are of all rows that the rank holds, at most twice as wide as rows.
+        """
+        capacity = self.capacity
+        num_bytes = 2 * self.topology.num_nodes * capacity.max_tokens_per_rank * capacity.max_row_bytes
+        return self._attachment_bytes > 0 and num_bytes <= self.settings.ring_depth * self.slot_bytes
+
+    @cached_property
     def slot_bytes(self) -> int:
         """Size of a ring slot: a slice, but at least one row summed in float32 (twice as wide as 16-bit rows)."""
         return align(max(self.settings.slice_bytes or SLICE_BYTES, 2 * self.capacity.max_row_bytes))

@@ -36,11 +36,21 @@ class CpuMemory:
         self.are_remote = self.nodes != self.node
         # Addresses of what each rank of another node attached to its record.
         self.src_to_attachment = np.array([base + layout.control.attachment_offset(node) for base, node in where])
+        remotes = topology.remote_nodes(self.rank)
+        self.attachments = self.src_to_attachment[[control.counterpart(node) for node in remotes]].tolist()
+        # In a small combine each local rank holds the rows of these ranks, in this order: its counterparts and itself.
+        nodes_in_order = [*remotes, self.node]
+        self.sources = np.array(
+            [[topology.node_to_ranks[node][local] for node in nodes_in_order] for local in range(len(self.ranks))]
+        )
         outgoing = [self._ring(self.local, consumer) for consumer in range(len(self.ranks))]
         incoming = [self._ring(producer, self.local) for producer in range(len(self.ranks))]
         depth, slot_bytes = layout.settings.ring_depth, layout.slot_bytes
         self.rings_out = Rings(np.array(outgoing, np.int64), depth, slot_bytes)
         self.rings_in = Rings(np.array(incoming, np.int64), depth, slot_bytes)
+        # Partial sums of a small combine are in the rings, which nothing else uses then: addresses of those for each
+        # local rank, and from each.
+        self.sums_out, self.sums_in = self.rings_out.addresses[:, 2].copy(), self.rings_in.addresses[:, 2].copy()
 
     @property
     def own(self) -> Flags:

@@ -23,6 +23,7 @@ class CpuPlan(DispatchPlan):
     """See ``DispatchPlan``; ``pairs`` has its distribution, and more."""
 
     pairs: PlannedPairs
+    is_attached: bool = False  # True if rows came with records, so that a rank holds those of its counterparts
 
     def rows_per_slice(self, rows_per_slot: int) -> int:
         """Return the rows of a message between nodes: those of a ring slot, or fewer so that the busiest rank has many.

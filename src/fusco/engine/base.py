@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
-from fusco.control.record_exchange import Attachment
+from fusco.control.record_round import Attachment
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
@@ -260,8 +260,9 @@ class Pending(Generic[ResultT]):
     counts: Sequence[int]  # packed counts that this rank publishes; the same number of them on all ranks
     # executes the collective, once all ranks agree. Takes the counts of all ranks, by rank; may raise ``LateRejection``
     run: Callable[[Sequence[tuple[int, ...]]], ResultT]
-    # data that goes to other nodes with the counts, by node
-    attachments: Mapping[int, Attachment] = field(default_factory=dict)
+    # data that goes to other nodes with the counts; or, if there are none, a function that returns it once all ranks of
+    # the node agree
+    attachment: Attachment | Callable[[], Attachment] | None = None
 
 
 class LateRejection(Exception):  # noqa: N818  no error itself: it carries one

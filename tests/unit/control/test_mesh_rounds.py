@@ -119,7 +119,8 @@ def test_rounds_that_were_begun_outside_go_on_and_leave_nothing_behind():
         exchange(mesh, message, [peer])
         for _ in range(3):
             mesh.transport._connections[peer].sendall(message[:num_sent])
-            mesh.resume(memoryview(message), {peer: memoryview(memory := bytearray(len(message)))}, [num_sent, 0])
+            to = {peer: memoryview(memory := bytearray(len(message)))}
+            mesh.begin({peer: message}, to, peer_to_moved={peer: (num_sent, 0)})
             deadline = time.monotonic() + LIMIT_S
             while not mesh.is_done and time.monotonic() < deadline:
                 mesh.poll()

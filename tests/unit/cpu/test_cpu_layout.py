@@ -123,6 +123,20 @@ def test_rows_are_attached_to_records_if_they_are_few_and_one_slice(num_nodes, t
     assert layout.control.attachment_bytes == (needed if is_attached else 0)
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "ring_depth", "can"), [(2, 2, True), (16, 2, True), (17, 2, False), (1, 4, False)]
+)
+def test_sums_are_attached_if_a_ring_has_room_for_those_of_all_nodes(num_nodes, ring_depth, can):
+    """Sums of 64 rows of each node, in float32: 128 KiB."""
+    capacity = Capacity(max_tokens_per_rank=64, max_bytes_per_token=1024, num_topk=8)
+    settings = Settings(slice_bytes=1 << 20, ring_depth=ring_depth)
+    layout = CpuLayout(Topology.of_equal_nodes(2 * num_nodes, 2), capacity, settings)
+    assert layout.can_attach_sums == can
+    if can:
+        end_of_sums = layout.ring_offset(1, 0) + num_nodes * 64 * 2 * 1024
+        assert end_of_sums <= layout.num_bytes
+
+
 @given(layouts())
 def test_control_comes_first_and_has_the_size_it_reports(layout):
     sizes, control = layout.segment_sizes, layout.control

@@ -19,9 +19,10 @@ def test_rows_are_gathered_in_order_and_nothing_else_is_written(rows, row_bytes)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("rows", [[], [2], [1, 3]])
-def test_parts_are_gathered_one_after_the_other(rows):
+def test_parts_of_groups_are_gathered_one_after_the_other():
     pools = [any_bits((4, row_bytes), torch.uint8, row_bytes, "pool") for row_bytes in (8, 0, 7)]
     parts = np.array([(pool.data_ptr(), pool.shape[1]) for pool in pools], np.int64)
-    gathered = gather_parts(parts, np.array(rows, np.int64))
-    assert gathered.tolist() == [byte for pool in pools for byte in pool[rows].flatten().tolist()]
+    groups = [torch.tensor(rows, dtype=torch.int64) for rows in ([2], [], [1, 3])]
+    gathered, bounds = gather_parts(parts, groups)
+    assert gathered.tolist() == [byte for rows in groups for pool in pools for byte in pool[rows].flatten().tolist()]
+    assert bounds.tolist() == [0, 15, 15, 45]

@@ -7,6 +7,7 @@ chromium or google-chrome. Without them the tests are skipped; in CI (``CI=true`
 import os
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def lacking(reason):
 @pytest.fixture(scope="module")
 def browser():
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import sync_playwright  # noqa: PLC0415  it is optional
     except ImportError:
         lacking("playwright is not installed")
     path = os.environ.get("FUSCO_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -133,7 +134,7 @@ def test_it_opens_at_once_without_a_request_or_an_error(show, files, name):
 @pytest.mark.parametrize(("name", "width"), [("4x4", 1280), ("64x8", 390), ("records", 390)])
 def test_there_is_no_violation_of_accessibility(show, name, width, scheme):
     try:
-        from axe_playwright_python.sync_playwright import Axe
+        from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415  it is optional
     except ImportError:
         lacking("axe-playwright-python is not installed")
     page = show(name, width, scheme)
@@ -263,7 +264,7 @@ def test_the_scale_of_colours_is_even_in_lightness(show):
         page.emulate_media(color_scheme=scheme)
         colours = page.evaluate("() => range(11).map((i) => heat(i / 10))")
         lightness = [oklab_lightness(*colour) for colour in colours]
-        steps = [after - before for before, after in zip(lightness, lightness[1:], strict=False)]
+        steps = [after - before for before, after in pairwise(lightness)]
         assert max(steps) - min(steps) < 0.012
         assert abs(lightness[-1] - lightness[0]) > 0.6
 

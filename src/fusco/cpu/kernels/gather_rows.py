@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numba import carray  # type: ignore[attr-defined]  # not in its list of exports
 
 from fusco.core.compiled import compiled
 from fusco.core.lanes import IntArray
-from fusco.cpu.kernels.intrinsics import copy_memory
+from fusco.cpu.kernels.intrinsics import copy_memory, pointer_to
 
 
 def gather_rows(pool: int, rows: IntArray, row_bytes: int, dst: torch.Tensor) -> None:
@@ -26,22 +27,28 @@ def gather_rows(pool: int, rows: IntArray, row_bytes: int, dst: torch.Tensor) ->
     _gather_rows(pool, rows, row_bytes, dst.data_ptr())
 
 
-def gather_parts(parts: IntArray, rows: IntArray) -> npt.NDArray[np.uint8]:
-    """Return some rows of several pools as bytes, those of the first pool first.
+def gather_parts(parts: IntArray, groups: Sequence[torch.Tensor]) -> tuple[torch.Tensor, IntArray]:
+    """Return groups of rows of several pools as bytes; in each group the rows of the first pool are first.
 
-    ``parts`` is int64 (num_parts, 2), the address of each pool and the size of its rows; see ``gather_rows`` for
-    ``rows``.
+    ``parts`` is int64 (num_parts, 2), the address of each pool and the size of its rows; ``groups`` are the rows of
+    each group, int64 (num_rows,), contiguous. Also returns the bounds of the groups, int64 (num_groups + 1,).
     """
-    dst = np.empty(len(rows) * parts[:, 1].sum(), np.uint8)
-    _gather_parts(parts, rows, dst.ctypes.data)
-    return dst
+    rows = np.array([(group.data_ptr(), len(group)) for group in groups], np.int64)
+    bounds = np.zeros(len(groups) + 1, np.int64)
+    rows[:, 1].cumsum(out=bounds[1:])
+    bounds *= parts[:, 1].sum()
+    dst = torch.from_numpy(np.empty(bounds[-1], np.uint8))
+    _gather_parts(parts, rows, dst.data_ptr())
+    return dst, bounds
 
 
 @compiled(nogil=True)
-def _gather_parts(parts: Any, rows: Any, dst: int) -> None:
-    for i in range(len(parts)):
-        _gather_rows(parts[i, 0], rows, parts[i, 1], dst)
-        dst += len(rows) * parts[i, 1]
+def _gather_parts(parts: Any, groups: Any, dst: int) -> None:
+    for i in range(len(groups)):
+        rows = carray(pointer_to(groups[i, 0]), (groups[i, 1],), np.int64)
+        for j in range(len(parts)):
+            _gather_rows(parts[j, 0], rows, parts[j, 1], dst)
+            dst += len(rows) * parts[j, 1]
 
 
 @compiled(nogil=True)

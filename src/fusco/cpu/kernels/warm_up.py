@@ -9,6 +9,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
+from fusco.cpu.kernels.attached_sums import Holders, add_returned_sums, fold_attached_sums, produce_attached_sums
 from fusco.cpu.kernels.choose_owners import warm_up_owner_choice
 from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
@@ -26,7 +27,7 @@ def warm_up_cpu() -> None:
     none = torch.zeros(0, dtype=torch.int64, device="cpu")
     memory = torch.zeros(0, dtype=torch.uint8, device="cpu")
     gather_rows(0, none.numpy(), 1, memory)
-    gather_parts(np.zeros((0, 2), np.int64), none.numpy())
+    gather_parts(np.zeros((0, 2), np.int64), [none])
     JoinedSegments([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
@@ -49,3 +50,7 @@ def warm_up_cpu() -> None:
         produce_sums(terms, chunks, rings)
         fold_sums(terms, 0, 0, rings, sums)
         add_rows(rows, none, sums)
+        holders = Holders(np.zeros((1, 1), np.int64), np.zeros(2, np.int64), np.zeros(1, np.int64))
+        produce_attached_sums(terms, holders)
+        fold_attached_sums(terms, holders, sums)
+        add_returned_sums(np.zeros((0, 3), np.int64), rows, sums)

@@ -78,6 +78,7 @@ function expertsLegend(strongest) {
     ...(strongest.length ? [ramp("0", ...strongest)] : []),
     dot("without copies", "over"),
     dot("with copies", "accent"),
+    el("span", {}, strongest.length ? "layers down, ranks across" : "layers down"),
   );
 }
 
@@ -128,7 +129,7 @@ function layerMap(view, values, largest, title, ratios) {
       ? ""
       : `layer ${view.layers[row]}, rank ${column}\n${digits(values[row][column])} times the mean`;
   });
-  return el("div", {}, el("h3", {}, title, el("small", {}, "layers down, ranks across")), made.box);
+  return el("div", {}, el("h3", {}, title), made.box);
 }
 
 /** Two dots a layer: the busiest rank over the mean. @param {ExpertsView} view */
