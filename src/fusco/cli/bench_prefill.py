@@ -47,11 +47,20 @@ class PrefillOptions:
     ] = ("1,4,ragged,skewed",)  # type: ignore[assignment]  # typer makes a list of it
     routing: Annotated[
         list[str],
-        typer.Option(metavar="[random|trace],...", help="Experts of tokens: random, or those of Qwen3-30B-A3B."),
+        typer.Option(
+            metavar="[random|trace|skewS],...",
+            help="Experts of tokens: random, those of Qwen3-30B-A3B, or random with S times the mean rows on rank 0.",
+        ),
     ] = ("random,trace",)  # type: ignore[assignment]  # as above
     variants: Annotated[
         list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
     ] = None
+    balance: Annotated[
+        bool, typer.Option("--balance", help="Measure fusco-balanced, too: busy experts are copied for each batch.")
+    ] = False
+    spare_places: Annotated[
+        int, typer.Option(min=1, max=64, help="With --balance: places of each rank for copied experts.")
+    ] = 2
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Dtype of weights and rows. Default: float32, on CUDA bfloat16."),
@@ -67,7 +76,7 @@ class PrefillOptions:
 
         topology, is_cuda = place.topology(num_cpu_nodes=1), place.device == "cuda"
         dtype = self.dtype or ("bfloat16" if is_cuda else "float32")
-        chosen, skipped = _choose_variants(self.variants, place.device, dtype)
+        chosen, skipped = _choose_variants(self.variants, place.device, dtype, has_balance=self.balance)
         is_tiny = self.model == "tiny" or (self.model is None and not is_cuda)
         shape = TINY if is_tiny else Qwen3Shape()
         job = PrefillJob(
@@ -83,6 +92,7 @@ class PrefillOptions:
             num_iterations=self.iterations or (10 if is_tiny else 20),
             seed=self.seed,
             timeout_s=self.timeout_s,
+            spare_places=self.spare_places,
         )
         return job, skipped
 
@@ -133,11 +143,16 @@ def prefill(
     report(records, [], console, None, _name)
 
 
-def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tuple[tuple[str, ...], dict[str, str]]:
+def _choose_variants(
+    given: Sequence[str] | None, device: str, dtype: str, *, has_balance: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the variants that can run, and why the others cannot."""
     from fusco.bench.prefill.variants import VARIANTS, obstacle
 
-    wanted = options.choose_names(given, list(VARIANTS), "variants")
+    usual = [name for name in VARIANTS if name != "fusco-balanced"]
+    wanted = options.choose_names(given or usual, list(VARIANTS), "variants")
+    if has_balance and "fusco-balanced" not in wanted:
+        wanted.append("fusco-balanced")
     skipped = {name: why for name in wanted if (why := obstacle(name, device, dtype))}
     chosen = tuple(name for name in wanted if name not in skipped)
     if not chosen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.bench.prefill.iterations import CallClock
 from fusco.fsdp import Arrival, Dispatcher, TorchDispatcher
+from fusco.fsdp.dispatcher import BalancedDispatcher
 
 
 @dataclass
@@ -24,11 +25,13 @@ class TimedDispatcher:
     def group(self) -> dist.ProcessGroup:
         return self.inner.group
 
-    def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
-    ) -> Arrival:
+    def dispatch(self, *arguments: Any) -> Arrival:
         with self.clock.timed("dispatch"):
-            return self.inner.dispatch(x, topk_idx, topk_weights, num_experts)
+            return self.inner.dispatch(*arguments)
+
+    def copy_experts(self, *arguments: Any) -> dict[str, torch.Tensor]:
+        with self.clock.timed("dispatch"):
+            return cast("BalancedDispatcher", self.inner).copy_experts(*arguments)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         with self.clock.timed("combine"):

@@ -32,6 +32,7 @@ class PrefillJob:
     num_iterations: int  # timed prefills of each variant
     seed: int = 0  # of weights, token ids and random routing
     timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
+    spare_places: int = 2  # of each rank, for the experts that "fusco-balanced" copies
     done: tuple[tuple[str, str], ...] = ()  # cases that are not run again: a routing and a batch
 
     def __post_init__(self) -> None:

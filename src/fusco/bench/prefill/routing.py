@@ -7,19 +7,21 @@ depend continuously on the hidden states. So logits of variants differ by roundi
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 
 import numpy as np
 import torch
 
+_SKEW = re.compile(r"skew(\d+(\.\d+)?)")
 _TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 ROUTINGS = ("random", "trace")
 
 
 def check_routing(routing: str, num_experts: int, num_topk: int) -> None:
     """Raise ``ValueError`` unless the routing exists for so many experts."""
-    if routing not in ROUTINGS:
-        raise ValueError(f"routing {routing!r} is not one of {', '.join(ROUTINGS)}")
+    if routing not in ROUTINGS and not _SKEW.fullmatch(routing):
+        raise ValueError(f"routing {routing!r} is not one of {', '.join(ROUTINGS)}, or a skew such as skew2")
     if routing == "trace" and (num_experts, num_topk) != (128, 8):
         raise ValueError(f"the trace has top-8 of 128 experts, not top-{num_topk} of {num_experts}: use random routing")
 
@@ -28,8 +30,9 @@ def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_
     """Return the experts of a rank's tokens, int64 (num_layers, num_tokens, num_topk) on the CPU.
 
     ``shape`` is (num_layers, num_tokens, num_experts, num_topk). ``"random"``: different experts with equal
-    probability, by ``seed``. ``"trace"``: those of Qwen3-30B-A3B, layer by layer, repeated as often as there are
-    tokens; ranks begin at different tokens of the trace.
+    probability, by ``seed``. ``"skew2"``: the same, but the first experts of rank 0, as few as possible, get twice the
+    rows of the mean rank, or as many as the experts per token allow. ``"trace"``: those of Qwen3-30B-A3B, layer by layer, repeated as often as
+    there are tokens; ranks begin at different tokens of the trace.
     """
     num_layers, num_tokens, num_experts, num_topk = shape
     if routing == "trace":
@@ -39,10 +42,22 @@ def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_
         layers = np.arange(num_layers) % ids.shape[1]
         return torch.from_numpy(ids[tokens][:, layers].astype(np.int64)).transpose(0, 1).contiguous()
     generator = torch.Generator("cpu").manual_seed(seed * 65537 + rank)
-    scores = (
-        torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu")
-        for _ in range(num_layers)
-    )
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.rand(num_tokens, *sizes, generator=generator, dtype=torch.float32, device="cpu")
+
+    scores = (draw(num_experts) for _ in range(num_layers))
+    if matched := _SKEW.fullmatch(routing):
+        per_rank = num_experts // num_ranks
+        wanted = min(float(matched[1]) * num_topk / num_ranks, num_topk, per_rank)  # experts of rank 0, of each token
+
+        def skewed(score: torch.Tensor) -> torch.Tensor:
+            """Put as many of the first experts in front of all others, and the rest of rank 0 behind them."""
+            number = int(wanted) + (draw(1) < wanted % 1)
+            score[:, :per_rank] = torch.where(torch.arange(per_rank) < number, 2.0, -1.0)
+            return score
+
+        scores = (skewed(score) for score in scores)
     return torch.stack([score.topk(num_topk, dim=1).indices for score in scores])
 
 

@@ -33,6 +33,7 @@ from fusco.core.topology import Topology
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
+from fusco.placement.batch import Balance
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -40,6 +41,7 @@ VARIANTS = {
     "fusco": "rows sized exactly, all multiprocessors",
     "fusco-32": f"rows sized exactly, {FSDP_SMS} multiprocessors",
     "fusco-static": "static rows, all multiprocessors: the host does not wait",
+    "fusco-balanced": "rows sized exactly, busy experts copied to spare places for each batch",
     "torch": "all_to_all_single (NCCL or gloo) between permutations: TorchDispatcher",
     "baseline": "the same as fast as these operations allow, the baseline of fusco bench shuffle",
     "transformers": "transformers' own all_to_all expert parallelism and grouped products",
@@ -117,7 +119,8 @@ def _make(
     if name == "transformers":
         return Variant(name, _transformers_layers(job, experts, clock), clock, None)
     dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)
-    return Variant(name, [ExpertParallelLayer(each, dispatcher) for each in experts], clock, dispatcher)
+    balance = Balance(job.spare_places) if name == "fusco-balanced" else None
+    return Variant(name, [ExpertParallelLayer(each, dispatcher, balance) for each in experts], clock, dispatcher)
 
 
 def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: ExitStack) -> Dispatcher:
