@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -48,6 +49,28 @@ class Case:
     def world_topk_weights(self, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
         """``topk_weights`` of every rank."""
         return [self.topk_weights(rank, dtype) for rank in range(self.world_size)]
+
+
+def random_places(
+    num_ranks: int, places_per_rank: int, num_experts: int, *, has_shares: bool, seed: int
+) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Return experts in places, with replicas and empty places, and their shares or ``None``."""
+    random = np.random.default_rng(seed)
+    experts: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert in random.permutation(num_experts).tolist():
+        free = [rank for rank in range(num_ranks) if len(experts[rank]) < places_per_rank]
+        experts[int(random.choice(free))].append(expert)
+    for of_rank in experts:
+        others = [expert for expert in range(num_experts) if expert not in of_rank]
+        while len(of_rank) < places_per_rank and random.random() < 0.9 and others:
+            of_rank.append(others.pop(int(random.integers(len(others)))))
+        of_rank.extend([-1] * (places_per_rank - len(of_rank)))
+        random.shuffle(of_rank)
+    if not has_shares:
+        return experts, None
+    # Some are zero, and an expert may have none at all.
+    shares = [[float(max(0.0, random.normal(0.4, 0.5))) if e >= 0 else 0.0 for e in of_rank] for of_rank in experts]
+    return experts, shares
 
 
 def random_of(*what: int | str) -> torch.Generator:

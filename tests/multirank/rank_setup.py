@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ class Setup:
     max_tokens: int = 24
     max_bytes_per_token: int = 256
     balancer: str = "lanes"  # of fusco.BALANCERS, or "scattered"
-    expert_placement: tuple[int, ...] | None = None
+    expert_placement: Any = None
+    placement_seed: int = 0  # of a random ``expert_placement``
     device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 

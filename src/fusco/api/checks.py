@@ -27,11 +27,17 @@ class Checks:
     """What one rank's communicator was made for. Its methods raise ``TypeError`` or ``ValueError`` with values."""
 
     rank: int
-    placement: ExpertPlacement
+    placement: ExpertPlacement  # of physical experts
     balancer: Balancer
     capacity: Capacity
     wire_dtype: torch.dtype | None
     device: torch.device
+    caller_placement: ExpertPlacement | None = None  # when it was made; ``None`` means the same
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that a caller may name."""
+        return (self.caller_placement or self.placement).num_experts
 
     def validate_segments(self, verb: str, segments: Segments, rank: int) -> None:
         """Validate the arguments of ``gather_send`` and ``scatter_recv``: ``rank`` is the other rank."""

@@ -26,8 +26,10 @@ from fusco.api.membership import Membership
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
+from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
+from fusco.placement.placement import PlannedPlacement
 from fusco.planner.balancer import Balancer
 from fusco.schedule.schedule import ScheduleMode
 
@@ -62,7 +64,7 @@ class Communicator(Membership):
         num_topk: int,
         max_tokens_per_rank: int,
         max_bytes_per_token: int,
-        expert_placement: Sequence[int] | None = None,
+        expert_placement: ExpertPlacement | PlannedPlacement | Sequence[Any] | None = None,
         ranks_per_node: int | None = None,
         balancer: Balancer | None = None,
         settings: Settings | None = None,
@@ -78,6 +80,9 @@ class Communicator(Membership):
             max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
                 ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
+                Or the expert in each place of each rank, (R, P) with -1 for an empty place; an ``ExpertPlacement``, or
+                what ``fusco.placement.plan_placement`` returns. Then an expert may be on several ranks, ``place``
+                replaces the placement, and ``Dispatched`` has a block of rows for each place.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
             balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks;
                 ``None`` means ``BALANCERS["lanes"]`` on the CPU and ``BALANCERS["send-and-receive"]`` on CUDA. With one
@@ -135,7 +140,8 @@ class Communicator(Membership):
         Args:
             x: rows (num_tokens, ...) of any dtype, at most 6 dimensions; or up to 8 payloads with the same routing,
                 such as FP8 values and their scales. Several payloads have no gradients.
-            topk_idx: int32 or int64 (num_tokens, num_topk); -1 means no expert.
+            topk_idx: int32 or int64 (num_tokens, num_topk); -1 means no expert. If an expert is in several places,
+                ``place`` says which of them gets a row.
             topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk), the weights that ``combine``
                 applies. They travel as float32, float64 as float64.
             expert_alignment: every expert's block is padded with zero rows to a multiple of this. Ranks may differ.
@@ -161,6 +167,8 @@ class Communicator(Membership):
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads = _as_list(x)
+        if self._owners.are_chosen:
+            topk_idx = self._owners.choose(topk_idx)
         arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch)
         sent = self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
         if not (with_weights or wants_grad(payloads[0])):
@@ -168,6 +176,31 @@ class Communicator(Membership):
         given, made = topk_weights if with_weights else None, Precomputed(sent.rows, sent.weights)
         rows, weights = DispatchRows.apply(payloads[0], given, made, sent.handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return replace(sent, payloads=(rows, *sent.payloads[1:]), weights=weights)
+
+    @uncompiled
+    def place(self, placement: ExpertPlacement | PlannedPlacement | Sequence[Any]) -> None:
+        """Replace the placement of experts: a collective. Dispatches from the next one on follow it.
+
+        The caller moves the weights, and has them in their new places before experts compute the rows of such a
+        dispatch. Handles of earlier dispatches stay usable: their rows are where they were. On CUDA the placement
+        changes in the order of the current stream, and graphs need not be captured again if the communicator was made
+        with places.
+
+        ``dispatch`` chooses an owner for each (token, k) if an expert has several, by a rule that is the same on all
+        devices. Without shares it is the place on this rank; else the places on this node take turns; else all places.
+        With shares each place takes its share of the expert's rows, of its own rank first, then of its node; ranks
+        exchange the counts for that.
+
+        Args:
+            placement: any form of ``expert_placement``, in at most as many places on each rank as the communicator was
+                made with.
+
+        Raises:
+            ValueError: for a placement that does not fit, or if the communicator was made with the rank of each expert
+                and they are not contiguous.
+            MismatchError: on all ranks, if their placements differ.
+        """
+        self._owners.place(placement)
 
     @uncompiled
     def dispatch_again(

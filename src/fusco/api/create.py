@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -42,7 +41,7 @@ class CommunicatorConfig:
     num_topk: int
     max_tokens_per_rank: int
     max_bytes_per_token: int
-    expert_placement: Sequence[int] | None
+    expert_placement: Any  # as in ``ExpertPlacement.of``
     ranks_per_node: int | None
     balancer: Balancer | None
     device: str | torch.device
@@ -73,12 +72,19 @@ class CommunicatorConfig:
         balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
         wire_dtype = self.settings.wire_dtype
         return Validator(
-            rank=rank, placement=placement, balancer=balancer, capacity=capacity, wire_dtype=wire_dtype, device=device
+            rank=rank,
+            placement=placement.physical,
+            caller_placement=placement,
+            balancer=balancer,
+            capacity=capacity,
+            wire_dtype=wire_dtype,
+            device=device,
         )
 
     def fields(self, validator: Validator) -> Fields:
         """Return the values that must be equal on all ranks."""
-        placement, device = validator.placement, validator.device
+        placement, device = validator.caller_placement, validator.device
+        assert placement is not None
         return {
             "fusco": __version__,  # others may exchange other records
             **{name: str(value) for name, value in asdict(self.settings).items()},
@@ -87,7 +93,7 @@ class CommunicatorConfig:
             "num_topk": self.num_topk,
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "max_bytes_per_token": self.max_bytes_per_token,
-            "expert_placement": "contiguous" if self.expert_placement is None else str(placement.expert_to_rank),
+            "expert_placement": "contiguous" if self.expert_placement is None else placement.digest,
             "balancer": describe_balancer(self.balancer or validator.balancer),
             "device": device.type,
             "num_rails": len(configured_rails()),

@@ -62,8 +62,8 @@ class Dispatched:
 
     Attributes:
         payloads: expert-major rows (num_rows, ...) of each payload, in its dtype. Blocks are in order of local expert,
-            rows of a block in order of (source rank, token, k). Padding inside the blocks is zero. With static rows,
-            those behind the last block are uninitialised.
+            or of place if experts are in places; rows of a block in order of (source rank, token, k). Padding inside
+            the blocks is zero. With static rows, those behind the last block are uninitialised.
         num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding. The handle reads it,
             too, so change a copy only.
         weights: the weight of each row (num_rows,), if requested.

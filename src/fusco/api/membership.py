@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 from fusco.api.create import CommunicatorParts
+from fusco.api.owners import Owners
 from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
 from fusco.control.session import Session
@@ -46,7 +47,8 @@ class Membership:
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
         self._is_closed = False
-        num_experts, device = parts.validator.placement.num_experts, parts.validator.device
+        self._owners = Owners(parts.session, parts.engine, parts.validator)
+        num_experts, device = parts.validator.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
         # It does not refer to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, _release_dropped, self._session, self._engine, name)
@@ -69,8 +71,8 @@ class Membership:
 
     @property
     def placement(self) -> ExpertPlacement:
-        """The rank of each expert."""
-        return self._validator.placement
+        """The ranks of each expert, as of the latest ``place``."""
+        return self._owners.placement
 
     @property
     def is_broken(self) -> bool:

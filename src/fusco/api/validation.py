@@ -68,7 +68,7 @@ class Validator(Checks):
             self.require_routing(routing)
             self.require_payloads(payloads, routing.num_tokens)
         if self.device.type == "cpu":  # on CUDA the plan checks them, as a check here would wait for the device
-            routing.check_expert_ids(self.placement.num_experts)
+            routing.check_expert_ids(self.placement.num_experts, self.num_experts)
         if topk_weights is not None and (topk_weights.requires_grad or topk_weights.dtype not in _SENT_DTYPES):
             detached = topk_weights.detach()
             routing = Routing(topk_idx, detached if detached.dtype in _SENT_DTYPES else detached.float())

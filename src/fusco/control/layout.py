@@ -32,10 +32,15 @@ class ControlLayout:
     num_data_flags: int = 0
     attachment_bytes: int = 0
 
+    @property
+    def max_counts(self) -> int:
+        """Most counts in a record: those of a verb, then two for each rank of the group."""
+        return _MAX_VERB_COUNTS + 2 * self.topology.world_size
+
     @cached_property
     def record_ints(self) -> int:
-        """Number of integers in a record: its header, counts of the verb, then two for each rank of the group."""
-        return RECORD_HEADER_INTS + _MAX_VERB_COUNTS + 2 * self.topology.world_size
+        """Number of integers in a record: its header, and the most counts."""
+        return RECORD_HEADER_INTS + self.max_counts
 
     @cached_property
     def record_bytes(self) -> int:

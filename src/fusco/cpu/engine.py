@@ -37,6 +37,7 @@ from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
+from fusco.cpu.owner_choice import CpuOwnerChoice
 from fusco.cpu.plan import CpuPlan
 from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
@@ -120,6 +121,9 @@ class CpuEngine:
     @property
     def is_asynchronous(self) -> bool:
         return False
+
+    def owner_choice(self) -> CpuOwnerChoice:
+        return CpuOwnerChoice()
 
     def pending_error(self) -> Exception | None:
         """Errors are never deferred."""

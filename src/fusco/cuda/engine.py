@@ -55,6 +55,7 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import run_stream
+from fusco.engine.owner_choice import OwnerChoice
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.rank_links import lane_links
 from fusco.schedule.cost import CUDA_LINKS
@@ -164,6 +165,9 @@ class CudaEngine:
     @property
     def is_asynchronous(self) -> bool:
         return True
+
+    def owner_choice(self) -> OwnerChoice:
+        raise ValueError("experts in places, with replicas, are for device 'cpu' so far")
 
     def pending_error(self) -> Exception | None:
         return self._shuffle.pending_error()

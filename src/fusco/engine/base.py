@@ -21,6 +21,7 @@ from fusco.core.rows import as_bytes, describe_rows, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
+from fusco.engine.owner_choice import OwnerChoice
 from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
@@ -285,6 +286,9 @@ class Engine(Protocol[PlanT]):
     @property
     def is_asynchronous(self) -> bool:
         """True if launched work may still run when a verb returns."""
+
+    def owner_choice(self) -> OwnerChoice:
+        """Return a new choice of owners, which has no tables yet."""
 
     def pending_error(self) -> Exception | None:
         """Return and clear an error of an earlier asynchronous call."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+# Added to an id that is no expert, but would be a physical one: then it is neither.
+UNPLACED = -(2**31)
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -43,8 +45,11 @@ class Routing:
                 f"they must be equal"
             )
 
-    def check_expert_ids(self, num_experts: int) -> None:
-        """Raise ``ValueError`` with the first id outside -1 .. num_experts - 1 and its indices."""
+    def check_expert_ids(self, num_experts: int, num_logical: int | None = None) -> None:
+        """Raise ``ValueError`` with the first id outside -1 .. num_experts - 1 and its indices.
+
+        With ``num_logical``, ids are of physical experts, and the error is about the caller's ids.
+        """
         if not self.topk_idx.numel():
             return
         low, high = (int(bound) for bound in self.topk_idx.aminmax())
@@ -52,7 +57,8 @@ class Routing:
             return
         is_outside = (self.topk_idx < -1) | (self.topk_idx >= num_experts)
         token, k = is_outside.nonzero()[0].tolist()
-        raise ValueError(describe_invalid_id(token, k, int(self.topk_idx[token, k]), num_experts))
+        expert_id = logical_id(int(self.topk_idx[token, k]), num_experts)
+        raise ValueError(describe_invalid_id(token, k, expert_id, num_logical or num_experts))
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +69,15 @@ class Routing:
     def num_topk(self) -> int:
         """Experts per token (top-k)."""
         return self.topk_idx.shape[1]
+
+
+def logical_id(invalid_id: int, num_physical: int) -> int:
+    """Return the caller's id that became an invalid physical one.
+
+    >>> logical_id(9 + UNPLACED, num_physical=10), logical_id(10, num_physical=10), logical_id(-2, num_physical=10)
+    (9, 10, -2)
+    """
+    return invalid_id - UNPLACED if UNPLACED <= invalid_id < UNPLACED + num_physical else invalid_id
 
 
 def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) -> str:

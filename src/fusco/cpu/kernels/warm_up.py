@@ -9,6 +9,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.add_rows import add_rows
+from fusco.cpu.kernels.choose_owners import warm_up_owner_choice
 from fusco.cpu.kernels.gather_rows import gather_parts, gather_rows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.scatter_slices import scatter_slices
@@ -16,6 +17,7 @@ from fusco.cpu.kernels.segment_memory import JoinedSegments, concatenate
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.planner.distribution import NodeRouting
+from fusco.planner.owners import OwnerTables, warm_up_owners
 from fusco.planner.routing import INDEX_DTYPES
 
 
@@ -29,7 +31,10 @@ def warm_up_cpu() -> None:
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
     no_routing = NodeRouting(torch.zeros(0, 1, dtype=torch.int32, device="cpu"), None, (0, 0))
     pairs = plan_pairs(no_routing, ExpertPlacement.contiguous(1, 1), 0, (0,))
+    warm_up_owners()
+    tables = OwnerTables.of(ExpertPlacement.contiguous(1, 1), 0, Topology((0,)))
     for dtype in INDEX_DTYPES:
+        warm_up_owner_choice(dtype, tables)
         select_tokens(torch.zeros(0, 1, dtype=dtype, device="cpu"), ExpertPlacement.contiguous(1, 1), Topology((0,)))
     nothing = np.zeros((0, 7), np.int64)
     scatter_slices(nothing, np.zeros(0, np.int64), none, none, nothing, 1, 1)
