@@ -1,8 +1,8 @@
 """Which ranks have which experts: plans from loads, pure numpy and numba.
 
 ``plan_batch`` copies busy experts into spare places for one batch, ``plan_placement`` places experts for the loads that
-are to be expected. A *place* is memory of a rank for one expert's weights; an expert's *home* is the place that it has
-without copies.
+are to be expected; ``Communicator(expert_placement=...)`` and ``Communicator.place`` take the result. A *place* is
+memory of a rank for one expert's weights; an expert's *home* is the place that it has without copies.
 """
 
 from fusco.placement.batch import Balance as Balance, BatchPlan as BatchPlan, plan_batch as plan_batch
