@@ -9,6 +9,8 @@ import torch
 from rank_setup import Setup
 
 import fusco
+from fusco import ExpertPlacement
+from generator import random_places
 
 # (number of ranks, ranks per node)
 WORLDS = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (4, 2), (4, 4), (6, 2), (6, 3))
@@ -56,7 +58,17 @@ def draw(random: Random, worlds: tuple[tuple[int, int], ...] = WORLDS, timeout_s
     return Configuration(num_ranks=num_ranks, setup=setup, num_rounds=random.randint(2, 8))
 
 
-def _placement(random: Random, num_experts: int, num_ranks: int) -> tuple[int, ...] | None:
+def random_placement(random: Random, num_experts: int, num_ranks: int, places_per_rank: int) -> ExpertPlacement:
+    """Draw experts in places, with replicas, and with shares or without."""
+    has_shares, seed = random.random() < 0.5, random.randrange(1 << 30)
+    places, shares = random_places(num_ranks, places_per_rank, num_experts, has_shares=has_shares, seed=seed)
+    return ExpertPlacement.replicated(places, shares, num_experts=num_experts)
+
+
+def _placement(random: Random, num_experts: int, num_ranks: int) -> ExpertPlacement | tuple[int, ...] | None:
+    if random.random() < 0.4:
+        places_per_rank = -(-num_experts // num_ranks) + random.randint(0, 3)
+        return random_placement(random, num_experts, num_ranks, places_per_rank)
     if num_experts % num_ranks == 0 and random.random() < 0.5:
         return None
     owners = random.choice((range(num_ranks), random.sample(range(num_ranks), random.randint(1, num_ranks))))

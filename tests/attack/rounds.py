@@ -13,6 +13,7 @@ from rank_setup import Setup, check_combine, law_of, poison
 from shuffle_jobs import check_arrival, scattered
 
 import fusco
+from attack.configuration import random_placement
 from comparison import assert_same_bits, world_rows
 from generator import KINDS, Case, any_bits, random_of
 from law import Law
@@ -238,6 +239,15 @@ def pass_on(at: Round) -> None:
         check_arrival(received, before, sent.stream, f"from rank {src}")
 
 
+def replace_experts(at: Round) -> None:
+    """Replace the placement of experts in places; all later rounds follow it."""
+    if at.comm.placement.has_places:
+        num_places = len(at.comm.placement.rank_to_experts[0])
+        placement = random_placement(at.random, at.setup.num_experts, len(at.everyone), num_places)
+        at.comm.place(placement)
+        assert at.comm.placement == placement
+
+
 def reject_input(at: Round) -> None:
     """Invalid input on one rank: it raises the error, and all others raise ``RejectedInputError``."""
     mistaken = at.random.choice(at.everyone)
@@ -257,6 +267,7 @@ _KINDS: dict[Callable[[Round], None], int] = {
     exchange: 4,
     shuffle_segments: 2,
     pass_on: 2,
+    replace_experts: 3,
     reject_input: 1,
 }
 

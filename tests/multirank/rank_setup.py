@@ -16,6 +16,7 @@ import fusco
 from comparison import assert_within
 from generator import Case, number_of, values
 from law import Law
+from reference.choose_owners import choose_owners
 from scattered_lanes import ScatteredLanes
 
 
@@ -30,7 +31,6 @@ class Setup:
     max_bytes_per_token: int = 256
     balancer: str = "lanes"  # of fusco.BALANCERS, or "scattered"
     expert_placement: Any = None
-    placement_seed: int = 0  # of a random ``expert_placement``
     device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
 
@@ -75,8 +75,11 @@ def no_op(group: dist.ProcessGroup) -> int:
 
 
 def law_of(comm: fusco.Communicator, case: Case, alignment: int = 1) -> Law:
-    """Return the specification applied to a case on this communicator."""
-    return Law(case.world_topk_idx, comm.placement.expert_to_rank, alignment)
+    """Return the specification applied to a case on this communicator; with places, to physical experts."""
+    ids, placement = case.world_topk_idx, comm.placement
+    if placement.has_places:
+        ids = choose_owners(ids, placement.physical_to_logical, placement.shares, comm.topology.rank_to_node)
+    return Law(ids, placement.physical.expert_to_rank, alignment)
 
 
 def poison(*outputs: torch.Tensor) -> None:

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from rank_setup import Setup, check_combine, digest, poison, poison_recycler
+from rank_setup import Setup, check_combine, digest, law_of, poison, poison_recycler
 
 from comparison import assert_same_bits, world_rows
 from fusco import ExpertPlacement, StaticRows
 from generator import KINDS, any_bits, random_places
-from law import Law
-from reference.choose_owners import choose_owners
 
 HIDDEN = 5
 
 
-def placement_of(setup: Setup, num_ranks: int, seed: int) -> tuple[ExpertPlacement, tuple]:
-    """Return a random placement, with shares for every other seed, and what the twin takes."""
+def placement_of(setup: Setup, num_ranks: int, seed: int) -> ExpertPlacement:
+    """Return a random placement, with shares for every other seed."""
     places = -(-setup.num_experts // num_ranks) + 2
     given = random_places(num_ranks, places, setup.num_experts, has_shares=bool(seed % 2), seed=seed)
-    return ExpertPlacement.replicated(*given, num_experts=setup.num_experts), given
-
-
-def law_of_places(comm, case, given, alignment: int = 1) -> Law:
-    """Return the specification applied to physical experts."""
-    physical = choose_owners(case.world_topk_idx, *given, comm.topology.rank_to_node)
-    places = len(given[0][0])
-    return Law(physical, [rank for rank in range(comm.topology.world_size) for _ in range(places)], alignment)
+    return ExpertPlacement.replicated(*given, num_experts=setup.num_experts)
 
 
 def check_replicas(group: dist.ProcessGroup, setup: Setup, seeds: range, *, is_static: bool = False) -> None:
     """Dispatch and combine with a placement that is replaced before every third call; earlier handles stay usable."""
     with setup.open(group) as comm:
         poison_recycler(comm, setup)
-        given = placement_of(setup, comm.topology.world_size, setup.placement_seed)[1]
         kept = []
         for seed in seeds:
             if seed % 3 == 2:
-                placement, given = placement_of(setup, comm.topology.world_size, seed)
+                placement = placement_of(setup, comm.topology.world_size, seed)
                 comm.place(placement)
                 assert comm.placement == placement
             case = setup.case(KINDS[seed % len(KINDS)], seed, comm.topology.world_size)
             alignment = 1 + 7 * (seed % 5 == 4)
-            law = law_of_places(comm, case, given, alignment)
+            law = law_of(comm, case, alignment)
             x = [any_bits((case.num_tokens(rank), HIDDEN), torch.float32, seed, "x", rank) for rank in law.ranks]
             ids = case.topk_idx(comm.rank).to(torch.int32 if seed % 2 else torch.int64)
             static = StaticRows(len(law.slots(comm.rank)) + 3) if is_static else None
@@ -103,8 +93,8 @@ def mistakes(group: dist.ProcessGroup, setup: Setup) -> list[str]:
     errors = []
     with setup.open(group) as comm:
         num_ranks = comm.topology.world_size
-        right, given = placement_of(setup, num_ranks, 1)
-        other = placement_of(setup, num_ranks, 3)[0]
+        right = placement_of(setup, num_ranks, 1)
+        other = placement_of(setup, num_ranks, 3)
         case = setup.case("balanced", 1, num_ranks)
         x, ids = torch.zeros(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
         wrong = ids.clone()
@@ -124,6 +114,6 @@ def mistakes(group: dist.ProcessGroup, setup: Setup) -> list[str]:
         attempt(comm.dispatch, x, wrong if comm.rank == 1 else ids)
         attempt(comm.dispatch, x, [] if comm.rank == 1 else ids)
         attempt(comm.dispatch, x[:-1] if comm.rank == 1 else x, ids)
-        law = law_of_places(comm, case, given)
+        law = law_of(comm, case)
         assert comm.dispatch(x, ids).num_rows_per_expert.tolist() == law.counts(comm.rank)
     return errors

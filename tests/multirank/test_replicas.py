@@ -20,8 +20,7 @@ WORLDS = [(1, 1), (2, 1), (2, 2), (6, 2), (8, 4)]  # ranks, ranks of each node
 
 def setup_of(num_ranks: int, ranks_per_node: int, seed: int = 0, **rest) -> Setup:
     setup = Setup(ranks_per_node=ranks_per_node, num_experts=11, num_topk=5, settings=SETTINGS, **rest)
-    placement = jobs.placement_of(setup, num_ranks, seed)[0]
-    return dataclasses.replace(setup, expert_placement=placement, placement_seed=seed)
+    return dataclasses.replace(setup, expert_placement=jobs.placement_of(setup, num_ranks, seed))
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), WORLDS)

@@ -221,7 +221,8 @@ def connect_parts(
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
             resources.push(report)
-            engine = CudaEngine(connections, config, validator.placement, library)
+            num_experts = validator.num_experts
+            engine = CudaEngine(connections, config, validator.placement, library, num_experts=num_experts)
         else:
             warm_up(config)
             connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)

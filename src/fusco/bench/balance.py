@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusco.bench.harness.environment import Measurement
-from fusco.bench.inputs.traffic import Trace
+from fusco.bench.inputs.traffic import Trace, Workload
 from fusco.core.placement import ExpertPlacement
 from fusco.placement import Balance, plan_batch
 from fusco.placement.batch import IntArray
@@ -59,6 +59,49 @@ class BalanceRecord(Measurement):
     copy_ms: float
     break_even_tokens: int | None
     plan_us: float
+
+
+@dataclass(frozen=True)
+class CopiedExpert:
+    """An expert that is copied for one batch, from its home, and the rows that the copy computes."""
+
+    expert: int
+    home: int
+    rank: int
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedBatch:
+    """The plan of one batch: rows of each rank without copies and with them, the copies, and what limits the plan."""
+
+    spare_places: int
+    busiest_over_mean_before: float
+    busiest_over_mean_after: float
+    limit: str
+    rows_before: list[int]
+    rows_after: list[int]
+    copies: list[CopiedExpert]
+
+
+def balance_batch(workload: Workload, spare_places: int) -> BalancedBatch:
+    """Plan a workload's batch, with experts at home where its placement has them; copies cost nothing."""
+    placement = workload.placement
+    rows = np.zeros(placement.num_experts, dtype=np.int64)
+    for rank in range(placement.world_size):
+        ids = workload.routing(rank).topk_idx.numpy()
+        rows += np.bincount(ids[ids >= 0], minlength=len(rows))
+    plan = plan_batch(rows, placement.expert_to_rank, placement.world_size, Balance(spare_places))
+    copies = zip(plan.experts.tolist(), plan.ranks.tolist(), plan.rows.tolist(), strict=True)
+    return BalancedBatch(
+        spare_places=spare_places,
+        busiest_over_mean_before=round(plan.busiest_over_mean_before, 4),
+        busiest_over_mean_after=round(plan.busiest_over_mean, 4),
+        limit=plan.limit,
+        rows_before=plan.loads_before.tolist(),
+        rows_after=plan.loads.tolist(),
+        copies=[CopiedExpert(expert, placement.expert_to_rank[expert], rank, moved) for expert, rank, moved in copies],
+    )
 
 
 def measure_balance(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusco.api.memory_size import memory_size_hint
+from fusco.bench.balance import BalancedBatch, balance_batch
 from fusco.bench.inputs.traffic import Workload
 from fusco.bench.plan_world import plan_cost, plan_world, traffic_of
 from fusco.core.config import Capacity
@@ -70,10 +71,14 @@ class PlanRecord:
     metadata_bytes: int
     shared_memory_bytes: int
     private_memory_bytes: int
+    balanced_batch: BalancedBatch | None
 
 
-def explain(workload: Workload, balancer: str) -> PlanRecord:
-    """Plan a workload for all ranks and return the figures of the plan."""
+def explain(workload: Workload, balancer: str, spare_places: int | None = None) -> PlanRecord:
+    """Plan a workload for all ranks and return the figures of the plan.
+
+    With ``spare_places`` on each rank for copies of busy experts, also which would be copied for this batch.
+    """
     topology = workload.topology
     routings = [workload.routing(rank) for rank in range(topology.world_size)]
     plans = plan_world(routings, workload.placement, topology, BALANCERS[balancer])
@@ -103,6 +108,7 @@ def explain(workload: Workload, balancer: str) -> PlanRecord:
         metadata_bytes=sum(cost.metadata_bytes for cost in costs),
         shared_memory_bytes=memory.shared_bytes,
         private_memory_bytes=memory.private_bytes,
+        balanced_batch=None if spare_places is None else balance_batch(workload, spare_places),
     )
 
 

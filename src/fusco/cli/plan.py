@@ -17,6 +17,7 @@ from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
+    from fusco.bench.balance import BalancedBatch
     from fusco.bench.explain import PlanRecord, RankLoad, ShuffleRecord
 
 _OF_BOTH, _OF_SHUFFLE = ("--nodes", "--ranks-per-node", "--seed", "--json"), ("--shuffle", "--bytes-per-rank", "--skew")
@@ -31,6 +32,15 @@ def plan(
     traffic: options.Pattern = "imbalanced",
     workload: options.WorkloadOptions,
     balancer: options.Balancer = "lanes",
+    balance: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SPARE_PLACES",
+            min=0,
+            max=64,
+            help="Show also which experts would be copied for this batch, with so many spare places on each rank.",
+        ),
+    ] = None,
     shuffle: Annotated[
         names.MatrixKind | None,
         typer.Option(help="Plan a shuffle of segments of these sizes between ranks, instead of a dispatch."),
@@ -60,8 +70,10 @@ def plan(
         write_json_lines([segments], json)
         return
     (planned,) = workload.workloads([traffic], topology)
-    record = explain(planned, balancer)
-    _print(record, new_console(json))
+    record, console = explain(planned, balancer, balance), new_console(json)
+    _print(record, console)
+    if record.balanced_batch is not None:
+        _print_batch(record.balanced_batch, console)
     write_json_lines([record], json)
 
 
@@ -138,3 +150,22 @@ def _print(record: PlanRecord, console: Console) -> None:
         f"memory of each rank: {record.shared_memory_bytes / 2**20:,.1f} MiB shared, "
         f"{record.private_memory_bytes / 2**20:,.1f} MiB private, outputs apart"
     )
+
+
+def _print_batch(batch: BalancedBatch, console: Console) -> None:
+    limits = {
+        "": "",
+        "places": "; no rank with a spare place has room for more",
+        "copies": "; more copies cost too much",
+    }
+    title = (
+        f"rows that ranks compute, with {batch.spare_places} spare places a rank: busiest over mean "
+        f"{batch.busiest_over_mean_before:.2f}, then {batch.busiest_over_mean_after:.2f}{limits[batch.limit]}"
+    )
+    table = ResultTable(title, ["rank", "rows", "with copies", "experts copied here"], left=("experts copied here",))
+    for rank, (before, after) in enumerate(zip(batch.rows_before, batch.rows_after, strict=True)):
+        here = [
+            f"{each.expert} of rank {each.home} ({each.num_rows:,} rows)" for each in batch.copies if each.rank == rank
+        ]
+        table.add_row(str(rank), f"{before:,}", f"{after:,}", ", ".join(here) or "-")
+    console.print(table)

@@ -18,6 +18,7 @@ from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
 from fusco.cuda.layout import DeviceLayout
+from fusco.planner.routing import describe_invalid_id, logical_id
 
 
 @dataclass(kw_only=True)
@@ -26,7 +27,8 @@ class CudaContext:
 
     arena: Arena  # the peer-visible memory
     library: Library  # the device's kernels
-    placement: ExpertPlacement  # the experts of each rank
+    placement: ExpertPlacement  # the physical experts of each rank
+    num_experts: int  # that a caller may name
     watchdog: Watchdog  # waits for peers
     tables: PlanTables  # tables for all plans
     expert_to_node: torch.Tensor  # int32 (num_experts,)
@@ -35,7 +37,14 @@ class CudaContext:
     _launchers: Recent[int, Launcher] = field(default_factory=Recent, init=False)
 
     @classmethod
-    def of(cls, library: Library, arena: Arena, placement: ExpertPlacement, watchdog: Watchdog) -> CudaContext:
+    def of(
+        cls,
+        library: Library,
+        arena: Arena,
+        placement: ExpertPlacement,
+        watchdog: Watchdog,
+        num_experts: int | None = None,
+    ) -> CudaContext:
         """Return a context with its tables on the device."""
         topology, rank, device = arena.layout.topology, arena.rank, library.device
         num_local, locals_ = len(placement.rank_to_experts[rank]), topology.locals_of(topology.rank_to_node[rank])
@@ -50,8 +59,19 @@ class CudaContext:
         )
         nodes = placement.membership_table(topology.rank_to_node, device)[:-1].int()
         return cls(
-            arena=arena, library=library, placement=placement, watchdog=watchdog, tables=tables, expert_to_node=nodes
+            arena=arena,
+            library=library,
+            placement=placement,
+            num_experts=num_experts or placement.num_experts,
+            watchdog=watchdog,
+            tables=tables,
+            expert_to_node=nodes,
         )
+
+    def describe_invalid_id(self, token: int, k: int, physical_id: int) -> str:
+        """Return the error message for an invalid id that a kernel has found."""
+        expert_id = logical_id(physical_id, self.placement.num_experts)
+        return describe_invalid_id(token, k, expert_id, self.num_experts)
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
         """Return the launcher on a stream."""

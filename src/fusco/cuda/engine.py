@@ -39,6 +39,7 @@ from fusco.cuda.kernels.library import Library
 from fusco.cuda.layout import DeviceLayout
 from fusco.cuda.network import Network
 from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.owner_choice import CudaOwnerChoice
 from fusco.cuda.planning import DevicePlanner
 from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.repeated_internode import RepeatedInternodeCalls
@@ -55,7 +56,6 @@ from fusco.engine.base import (
     weights_of_rows,
 )
 from fusco.engine.byte_stream import run_stream
-from fusco.engine.owner_choice import OwnerChoice
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.rank_links import lane_links
 from fusco.schedule.cost import CUDA_LINKS
@@ -99,9 +99,12 @@ class CudaEngine:
         placement: ExpertPlacement,
         library: Library,
         gpu: Gpu | None = None,
+        *,
+        num_experts: int | None = None,
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
+        ``placement`` is of physical experts, and ``num_experts`` what a caller may name; by default the same.
         ``library`` is from ``open_library``; ``gpu`` replaces its device. The caller owns the connections and closes
         them after this engine. Their memory holds only records and flags of byte streams, never rows.
         """
@@ -120,7 +123,7 @@ class CudaEngine:
             self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
             self._order = StreamOrder(gpu, self._peer_watch.start)
             resources.callback(self._release_memory)
-            self._context = CudaContext.of(library, self._arena, placement, self._watchdog)
+            self._context = CudaContext.of(library, self._arena, placement, self._watchdog, num_experts)
             if self._topology.num_nodes > 1:
                 self._network = self._connect_nodes(store_gather, config.settings.timeout_s)
                 resources.callback(self._network.close)
@@ -166,8 +169,8 @@ class CudaEngine:
     def is_asynchronous(self) -> bool:
         return True
 
-    def owner_choice(self) -> OwnerChoice:
-        raise ValueError("experts in places, with replicas, are for device 'cpu' so far")
+    def owner_choice(self) -> CudaOwnerChoice:
+        return CudaOwnerChoice(self._context, self._order)
 
     def pending_error(self) -> Exception | None:
         return self._shuffle.pending_error()
@@ -254,8 +257,6 @@ class CudaEngine:
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         """Keep the order of the caller's stream; on one node the host waits for the copies."""
-        if request.pieces:
-            request = replace(request, input=torch.cat(list(request.pieces)), pieces=())
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):

@@ -11,7 +11,7 @@ from fusco.cuda.kernels.abi import ticket_after
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms
 from fusco.cuda.tuning import MAX_EMPTY_BYTES
 from fusco.engine.base import DispatchRequest
-from fusco.planner.routing import Routing, describe_invalid_id
+from fusco.planner.routing import Routing
 
 
 class MessageRows:
@@ -82,5 +82,5 @@ class MessageRows:
         )
         if summary.bad_pair != routing.topk_idx.numel():
             token, k = divmod(summary.bad_pair, routing.num_topk)
-            raise ValueError(describe_invalid_id(token, k, summary.bad_id, self._context.placement.num_experts))
+            raise ValueError(self._context.describe_invalid_id(token, k, summary.bad_id))
         return summary.num_rows_to_node

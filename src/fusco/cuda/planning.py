@@ -17,7 +17,6 @@ from fusco.cuda.kernels.abi import Memory, ticket_after
 from fusco.cuda.kernels.launcher import PreparedLaunch
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.engine.base import DispatchRequest
-from fusco.planner.routing import describe_invalid_id
 
 _Plan = TypeVar("_Plan", bound=DevicePlan)
 
@@ -140,7 +139,7 @@ class DevicePlanner:
         src, token, k, bad_id = invalid
         if src == self._arena.rank and abs(bad_id) == _CLAMPED:
             bad_id = int(topk_idx[token, k])
-        reason = describe_invalid_id(token, k, bad_id, self._placement.num_experts)
+        reason = self._context.describe_invalid_id(token, k, bad_id)
         if src == self._arena.rank:
             return ValueError(reason)
         return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")
@@ -150,7 +149,7 @@ class DevicePlanner:
         report = self._arena.plan_report
         if invalid := report.take_invalid_pair(is_static=True):
             src, token, k, expert_id = invalid
-            reason = describe_invalid_id(token, k, expert_id, self._placement.num_experts)
+            reason = self._context.describe_invalid_id(token, k, expert_id)
             return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
         if overflow := report.take_overflow():
             needed, limit = overflow

@@ -1,7 +1,8 @@
 """Which ranks have which experts: plans from loads, pure numpy and numba.
 
 ``plan_batch`` copies busy experts into spare places for one batch, ``plan_placement`` places experts for the loads that
-are to be expected, ``plan_moves`` says which rank sends which expert to which. A *place* is memory of a rank for one
+are to be expected, ``plan_moves`` says which rank sends which expert to which.
+``Communicator(expert_placement=...)`` and ``Communicator.place`` take placements. A *place* is memory of a rank for one
 expert's weights; an expert's *home* is the place that it has without copies.
 """
 

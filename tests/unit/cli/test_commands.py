@@ -99,6 +99,22 @@ def test_plan_says_what_does_not_fit():
     assert "8 experts per token do not fit on one of 2 nodes" in str(done.exception)
 
 
+def test_plan_shows_the_experts_copied_for_a_batch(tmp_path):
+    out = tmp_path / "plan.jsonl"
+    done = run("plan", "--traffic", "zipf", "--tokens", "64", "--balance", "2", "--json", str(out))
+    assert done.exit_code == 0, done.output
+    batch = json.loads(out.read_text())["balanced_batch"]
+    assert sum(batch["rows_before"]) == sum(batch["rows_after"])
+    assert batch["copies"]
+    after = list(batch["rows_before"])
+    for copy in batch["copies"]:
+        after[copy["home"]] -= copy["num_rows"]
+        after[copy["rank"]] += copy["num_rows"]
+    assert after == batch["rows_after"]
+    assert batch["busiest_over_mean_after"] < batch["busiest_over_mean_before"]
+    assert "experts copied here" in done.output
+
+
 def _rank_bytes(record, what):
     return [rank[what] for rank in record["ranks"]]
 

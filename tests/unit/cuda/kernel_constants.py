@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
+from fusco.cuda.kernels.choose_owners import ChooseArgs
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.gather_rows import gather_type
@@ -206,6 +207,7 @@ GRID: dict[str, list[Constants]] = {
     "node_barrier": [constants_of(barrier_type(num_ranks), num_ranks, 32) for num_ranks in (1, 8)],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
     "copy_chunk": [COPY_CHUNK],
+    "choose_owners": [constants_of(ChooseArgs, 1, 512, ID_BYTES=id_bytes, PAIRS_PER_BLOCK=512) for id_bytes in (4, 8)],
 }
 
 

@@ -31,8 +31,8 @@ def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_
 
     ``shape`` is (num_layers, num_tokens, num_experts, num_topk). ``"random"``: different experts with equal
     probability, by ``seed``. ``"skew2"``: the same, but the first experts of rank 0, as few as possible, get twice the
-    rows of the mean rank, or as many as the experts per token allow. ``"trace"``: those of Qwen3-30B-A3B, layer by layer, repeated as often as
-    there are tokens; ranks begin at different tokens of the trace.
+    rows of the mean rank, or as many as the experts per token allow. ``"trace"``: those of Qwen3-30B-A3B, layer by
+    layer, repeated as often as there are tokens; ranks begin at different tokens of the trace.
     """
     num_layers, num_tokens, num_experts, num_topk = shape
     if routing == "trace":
