@@ -23,8 +23,8 @@ import torch.distributed as dist
 import fusco
 from fusco.placement import plan_moves
 
-PLACES, NUM_MOVES, NUM_ROUNDS, NUM_ITERATIONS = 5, 6, 4, 6
-NUM_TOKENS, HIDDEN, STEP_BYTES = 512, 1024, 1 << 18
+PLACES, NUM_MOVES, NUM_ROUNDS, NUM_ITERATIONS = 5, 4, 3, 4
+NUM_TOKENS, HIDDEN, STEP_BYTES = 256, 1024, 1 << 17
 
 
 def placements(num_ranks: int, ranks_per_node: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from fusco.testbed import Testbed
 from fusco.testbed.job import rank_environment
 
 SCRIPT = str(Path(__file__).with_name("moves.py"))
-RATE, EXPERT_BYTES, SHARE, LIMIT_S = 200_000_000, 1_500_000, 0.04, 60.0
+RATE, EXPERT_BYTES, SHARE, LIMIT_S = 100_000_000, 3_000_000, 0.04, 60.0
 
 
 @pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
