@@ -16,7 +16,6 @@ from fault_jobs import Fate
 from attack import moves, on_ranks, rails_attacks, saves, shim_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
-from fusco.placement.placement import warm_up_placement
 from fusco.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
@@ -50,7 +49,6 @@ class Attacks:
             "moves": self.moves,
         }
         warm_up()
-        warm_up_placement()
 
     def random(self, number: int) -> str:
         """Rounds of every kind on a random communicator."""
@@ -107,6 +105,7 @@ class Attacks:
         survivors = [rank for rank in range(configuration.num_ranks) if rank != victim]
         with _world_with_victims(configuration.num_ranks, [victim]) as world:
             name = (self._seed, "moves", number)
+            world.run(moves.warm_up, configuration.num_ranks)
             world.start(moves.move_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
             time.sleep(delay_s)
             world.processes[victim].kill()

@@ -13,9 +13,15 @@ from move_jobs import in_places
 
 import fusco
 from attack.configuration import Configuration
+from fusco.placement.placement import warm_up_placement
 
 _EXPERT = [(torch.uint8, (70_001,)), (torch.bfloat16, (5_000,))]
 _PLACES, _LARGEST_STEP = 3, 1 << 17
+
+
+def warm_up(group: dist.ProcessGroup) -> None:
+    """Compile the plan, so that no rank is killed while it imports or compiles."""
+    warm_up_placement()
 
 
 def move_until_failure(
