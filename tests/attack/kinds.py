@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import on_ranks, rails_attacks, saves, shim_attacks
+from attack import moves, on_ranks, rails_attacks, saves, shim_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -46,6 +46,7 @@ class Attacks:
             "shim": self.shim,
             "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
             "saves": self.saves,
+            "moves": self.moves,
         }
         warm_up()
 
@@ -95,6 +96,26 @@ class Attacks:
         last = max((fate for _, fate in outcomes), key=lambda fate: fate.raised_at)
         where = last.text.partition(", waiting")[0].partition("gave up in ")[2]
         return f"named after {last.raised_at - struck_at:.2f} s in {where}: {what}"
+
+    def moves(self, number: int) -> str:
+        """A rank is killed while experts move; all others name it, and none has half an expert."""
+        random = self._random_of("moves", number)
+        configuration = draw(random, _FAULT_WORLDS, _TIMEOUT_S)
+        victim, delay_s = random.randrange(configuration.num_ranks), random.uniform(0.2, 3)
+        survivors = [rank for rank in range(configuration.num_ranks) if rank != victim]
+        with _world_with_victims(configuration.num_ranks, [victim]) as world:
+            name = (self._seed, "moves", number)
+            world.run(moves.warm_up, configuration.num_ranks)
+            world.start(moves.move_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
+            time.sleep(delay_s)
+            world.processes[victim].kill()
+            struck_at = time.monotonic()
+            outcomes = world.collect(survivors, timeout_s=_MAX_WORK_S + 4 * _TIMEOUT_S)
+        what = f"rank {victim} killed after {delay_s:.3f} s on {configuration}"
+        for rank, (is_ok, fate) in zip(survivors, outcomes, strict=True):
+            assert is_ok, f"{what}: rank {rank}: {fate}"
+            _check_fate(fate, rank, [victim], struck_at, what)
+        return what
 
     def clients(self, number: int) -> str:
         """Rounds of every kind while foreign clients send garbage to every listening port."""

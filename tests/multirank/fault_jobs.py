@@ -27,6 +27,7 @@ _NUM_EXPERTS, _NUM_TOPK, _NUM_TOKENS, _HIDDEN = 8, 4, 96, 64
 _SHUFFLED_BYTES = 5000
 _NUM_CHECKS = 200
 _EXCHANGED_BYTES = 3000
+_MOVED_BYTES = 1 << 16
 
 
 def die() -> None:
@@ -197,6 +198,19 @@ def exchange(communicator: fusco.Communicator) -> None:
     receive = [_EXCHANGED_BYTES * (1 + (peer + 2 * rank) % 4) for peer in range(num_ranks)]
     rows, output = torch.ones(sum(send), dtype=torch.uint8), torch.empty(sum(receive), dtype=torch.uint8)
     communicator.all_to_all(output, rows, receive, send)
+
+
+def move(communicator: fusco.Communicator) -> None:
+    """Move an expert from each rank to the next in steps; after a failure this rank has the old one, or the new one."""
+    rank, num_ranks = communicator.rank, communicator.topology.world_size
+    old, new = [[each] for each in range(num_ranks)], [[(each - 1) % num_ranks] for each in range(num_ranks)]
+    weights = torch.full((1, _MOVED_BYTES), rank, dtype=torch.uint8)
+    try:
+        communicator.start_moving_experts([weights], old, new, pace=fusco.Pace(step_bytes=_MOVED_BYTES // 8)).wait()
+    except fusco.PeerFailureError:
+        assert weights.unique().tolist() in (old[rank], new[rank]), "half an expert"
+        raise
+    assert weights.unique().tolist() == new[rank]
 
 
 def check_often(communicator: fusco.Communicator) -> None:

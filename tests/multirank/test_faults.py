@@ -19,6 +19,7 @@ from fault_jobs import (
     exchange,
     fail,
     hold_open,
+    move,
     nap,
     no_op,
     open_files,
@@ -82,6 +83,12 @@ EXCHANGES = {
     "receiving within the node": (TWO_NODES, (0,), "fusco.cpu.all_to_all:ReceiveWithin.step", 4),
     "sending to other nodes": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 3),
     "receiving from other nodes": ((2, 1), (1,), "fusco.cpu.all_to_all:ReceiveAcross.step", 3),
+}
+MOVES = {
+    "sending an expert": (TWO_NODES, (2,), "fusco.cpu.all_to_all:SendAcross.step", 5),
+    "between steps": (TWO_NODES, (0,), "fusco.api.move_task:RankTransfers.request", 3),
+    "with all its experts": (ONE_NODE, (1,), "fusco.api.moves:ExpertMoves._end_move", 0),
+    "as it puts its experts down": (TWO_NODES, (3,), "fusco.api.placement_move:PlacementMove.put", 0),
 }
 STAGES = {
     "before anything": (STORE_GATHER, 0),
@@ -256,6 +263,19 @@ def test_death_in_an_all_to_all_is_detected_at_once(tmp_path, topology, victims,
         fates = struck.fates()
     assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
     assert all("gave up in all_to_all #" in fate.text for fate in fates.values())
+    assert_broken(fates)
+
+
+@pytest.mark.parametrize(("topology", "victims", "where", "num_calls_before"), MOVES.values(), ids=MOVES)
+def test_death_in_a_move_is_detected_at_once_and_leaves_whole_experts(
+    tmp_path, topology, victims, where, num_calls_before
+):
+    warm_up()  # compiling takes longer than the limit
+    fault = {"how": die, "victims": victims, "where": where, "num_calls_before": num_calls_before}
+    with strike(tmp_path, topology=topology, work=move, **fault) as struck:
+        fates = struck.fates()
+    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S / 2)
+    assert all("gave up in move_experts" in fate.text for fate in fates.values())
     assert_broken(fates)
 
 

@@ -190,7 +190,7 @@ class ExpertMoves(Membership):
         moves = copies.moves(homes.bytes_per_expert)
 
         def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
-            return homes.pieces(self.placement.expert_to_local[moves.experts[i]], begin, end)
+            return homes.pieces(copies.held_place(int(moves.experts[i]), self.rank), begin, end)
 
         arrived = self._run_moves("prefetch_experts", moves, read)
         spares = tuple(weight.new_zeros((spare_places, *weight.shape[1:])) for weight in weights)

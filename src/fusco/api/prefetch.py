@@ -33,12 +33,12 @@ class Copies:
     @classmethod
     def of(cls, plan: BatchPlan, placement: ExpertPlacement, topology: Topology, spare_places: int) -> Copies:
         """Check a plan; ``ValueError`` if it is not for this placement, or copies more than there are places."""
-        places = places_of_copies(plan, topology.world_size, spare_places)
+        places, held = places_of_copies(plan, topology.world_size, spare_places), as_places(placement)
         for expert, rank in zip(plan.experts.tolist(), plan.ranks.tolist(), strict=True):
             if not 0 <= expert < placement.num_experts:
                 raise ValueError(f"the plan copies expert {expert}, but there are {placement.num_experts}")
-            if placement.expert_to_rank[expert] == rank:
-                raise ValueError(f"the plan copies expert {expert} to rank {rank}, which is its home")
+            if expert in held[rank]:
+                raise ValueError(f"the plan copies expert {expert} to rank {rank}, which has it")
         return cls(plan, placement, topology, places)
 
     def moves(self, bytes_per_expert: int) -> MovePlan:
@@ -51,6 +51,10 @@ class Copies:
         return MovePlan(
             self.plan.experts, self.plan.ranks, homes, np.full_like(homes, -1), bytes_per_expert, self.topology
         )
+
+    def held_place(self, expert: int, rank: int) -> int:
+        """Return the place of an expert that a rank has without copies."""
+        return as_places(self.placement)[rank].tolist().index(expert)
 
     def place_of(self, i: int) -> int:
         """Return the spare place of copy ``i`` on its rank."""
