@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts
+from fusco.fsdp.row_counts import RowCounter
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class ExpertParallelLayer:
 
     experts: Experts
     dispatcher: Dispatcher
+    counter: RowCounter = field(default_factory=RowCounter)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -30,7 +32,7 @@ class ExpertParallelLayer:
         # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
         arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, self.experts.num_experts)
-        y = self.experts.run(arrival.rows, arrival.num_rows_per_expert)
+        y = self.experts.run(arrival.rows, self.counter.count(arrival.num_rows_per_expert))
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
 
