@@ -54,7 +54,7 @@ class Copies:
 
     def held_place(self, expert: int, rank: int) -> int:
         """Return the place of an expert that a rank has without copies."""
-        return as_places(self.placement)[rank].tolist().index(expert)
+        return int(np.flatnonzero(as_places(self.placement)[rank] == expert)[0])
 
     def place_of(self, i: int) -> int:
         """Return the spare place of copy ``i`` on its rank."""

@@ -11,8 +11,16 @@ from fusco.core.requirements import check_fsdp
 check_fsdp("fusco.fsdp", ("torch",))  # before imports that fail with an older version
 
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
+from fusco.fsdp.balanced_dispatcher import BalancedDispatcher as BalancedDispatcher
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
 from fusco.fsdp.dispatcher import Arrival as Arrival, Dispatcher as Dispatcher
+from fusco.fsdp.expert_bias import update_expert_bias as update_expert_bias
+from fusco.fsdp.expert_loads import (
+    LoadSummary as LoadSummary,
+    expert_loads as expert_loads,
+    reset_expert_loads as reset_expert_loads,
+    summarize_loads as summarize_loads,
+)
 from fusco.fsdp.experts import Experts as Experts, find_experts as find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
 from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_, grad_norm as grad_norm

@@ -87,7 +87,7 @@ class BalancedDispatcher(Dispatcher, Protocol):
         num_experts: int,
         weights: Mapping[str, torch.Tensor],
         balance: Balance,
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Plan copies for these tokens, whose ``dispatch`` follows, and return the weights of this rank's copies.
 
         Args:
@@ -99,6 +99,7 @@ class BalancedDispatcher(Dispatcher, Protocol):
 
         Returns:
             The copies by name, (spare_places, ...) in the order of their blocks; nothing if the plan, which is that of
-            all ranks, copies no expert.
+            all ranks, copies no expert. And the rows of this rank's experts, wherever they are computed, int64
+            (num_local_experts,).
         """
         ...

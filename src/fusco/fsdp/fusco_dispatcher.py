@@ -100,14 +100,17 @@ class FuscoDispatcher:
         num_experts: int,
         weights: Mapping[str, torch.Tensor],
         balance: Balance,
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Plan copies for these tokens; see ``BalancedDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
         plan = comm.plan_batch(topk_idx, balance)
+        num_local = num_experts // self._num_ranks
+        of_rank = plan.rows_per_expert[comm.rank * num_local : (comm.rank + 1) * num_local]
+        wanted = torch.as_tensor(of_rank, device=topk_idx.device)
         if not len(plan.experts):
-            return {}
+            return {}, wanted
         copies = comm.prefetch_experts(list(weights.values()), plan, balance.spare_places)
-        return dict(zip(weights, copies, strict=True))
+        return dict(zip(weights, copies, strict=True)), wanted
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fusco.fsdp.dispatcher import BalancedDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts
+from fusco.fsdp.row_counts import RowCounter
 from fusco.placement.batch import Balance
 
 
@@ -25,6 +26,7 @@ class ExpertParallelLayer:
     experts: Experts
     dispatcher: Dispatcher
     balance: Balance | None = None  # for a plan of each batch, by a ``BalancedDispatcher``
+    counter: RowCounter = field(default_factory=RowCounter)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -35,11 +37,14 @@ class ExpertParallelLayer:
         num_experts, copies = self.experts.num_experts, dict[str, torch.Tensor]()
         if self.balance is None:
             arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, num_experts)
+            num_rows = self.counter.count(arrival.num_rows_per_expert)
         else:
             balanced = cast("BalancedDispatcher", self.dispatcher)
-            copies = balanced.copy_experts(x, top_k_index, num_experts, self.experts.weights(), self.balance)
+            copies, wanted = balanced.copy_experts(x, top_k_index, num_experts, self.experts.weights(), self.balance)
+            self.counter.count(wanted)
             arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)
-        y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies)
+            num_rows = arrival.num_rows_per_expert
+        y = self.experts.run(arrival.rows, num_rows, copies)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
 

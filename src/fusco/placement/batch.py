@@ -51,6 +51,7 @@ class BatchPlan:
     """Copies of one batch: expert ``experts[i]`` is copied to rank ``ranks[i]``, which computes ``rows[i]`` rows.
 
     Attributes:
+        rows_per_expert: int64 (E,), the rows of all ranks for each expert.
         experts, ranks, rows: int64 (C,), in the order in which they were chosen. No rank has an expert twice.
         loads: int64 (R,), the rows of each rank with these copies.
         loads_before: int64 (R,), the rows of each rank without copies.
@@ -64,6 +65,7 @@ class BatchPlan:
     loads: IntArray
     loads_before: IntArray
     limit: Literal["", "places", "copies"]
+    rows_per_expert: IntArray
 
     @cached_property
     def busiest_over_mean(self) -> float:
@@ -130,7 +132,7 @@ def plan_batch(
     limit: Literal["", "places", "copies"] = ""
     if loads.max() > aim:
         limit = "copies" if is_aim_held else "places"
-    return BatchPlan(experts, ranks, moved, loads, before, limit)
+    return BatchPlan(experts, ranks, moved, loads, before, limit, counts)
 
 
 def _over_mean(loads: IntArray) -> float:

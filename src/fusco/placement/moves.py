@@ -146,7 +146,8 @@ def places_of_copies(plan: BatchPlan, num_ranks: int, places_per_rank: int) -> I
 
     Raises ``ValueError`` if a rank has more copies than places.
 
-    >>> copies = BatchPlan(*np.array([[4, 5, 6], [1, 0, 1], [9, 9, 9]]), loads=None, loads_before=None, limit="")
+    >>> copies = BatchPlan(*np.array([[4, 5, 6], [1, 0, 1], [9, 9, 9]]), loads=None, loads_before=None, limit="",
+    ...     rows_per_expert=None)
     >>> places_of_copies(copies, num_ranks=2, places_per_rank=2).tolist()
     [[5, -1], [4, 6]]
     """

@@ -29,7 +29,7 @@ class TimedDispatcher:
         with self.clock.timed("dispatch"):
             return self.inner.dispatch(*arguments)
 
-    def copy_experts(self, *arguments: Any) -> dict[str, torch.Tensor]:
+    def copy_experts(self, *arguments: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         with self.clock.timed("dispatch"):
             return cast("BalancedDispatcher", self.inner).copy_experts(*arguments)
 

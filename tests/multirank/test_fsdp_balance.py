@@ -1,0 +1,67 @@
+"""Loads of experts are those of all tokens, once; biases follow them, in every kind of model that has one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
+
+import fsdp_balance_jobs as jobs
+from fsdp_architectures import find_kinds
+from fsdp_runs import Run
+
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "runs.md"
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+
+@pytest.mark.parametrize("recomputes", ["none", "full", "selective", "by transformers"])
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+def test_rows_are_counted_once(four, recomputes, dispatcher):
+    """Of two microbatches, and not those of an evaluation or of recomputation."""
+    run = Run(recomputes=recomputes, dispatcher=dispatcher)
+    nums = tuple(max(1, num) for num in run.nums_sequences)
+    both = jobs.loads_alone("qwen3", nums, range(jobs.NUM_MICROBATCHES))
+    one = jobs.loads_alone("qwen3", nums, range(1))
+    for first, second, third in four.run(jobs.loads_of_a_step, run):
+        assert first == both
+        assert second == one
+        assert not any(map(any, third))
+
+
+@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+def test_forced_balance_is_even(four, dispatcher):
+    for loads in four.run(jobs.balanced, dispatcher):
+        assert {rows for layer in loads for rows in layer} == {4 * 2 * 6 * 3 // 8}
+
+
+def test_a_bias_balances_and_is_equal_on_all_ranks(four):
+    (busiest, (bias,)), *others = four.run(jobs.train_with_bias, 30)
+    assert busiest[-1] < 0.75 * busiest[0]
+    assert abs(float(bias.sum())) < 1e-5
+    for _, (other,) in others:
+        assert torch.equal(other, bias)
+
+
+def test_every_kind_with_a_bias_is_updated(two):
+    """They are those of the page, by name, type and shape."""
+    found, other = two.run(jobs.update_all_kinds, find_kinds())
+    assert found == other
+    shape_to_text = {(4,): "(E,)", (1, 4): "(1, E)", (5,): "(E + 1,)"}
+    in_table: dict[str, set[str]] = {}
+    for kind, (name, what, shape) in found.items():
+        in_table.setdefault(f"| `{name}` | {what} | {shape_to_text[shape]} |", set()).add(kind)
+    rows = re.findall(r"^(\| `[\w.]+` \| (?:buffer|parameter) \| \(.*?\) \|) (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert {row: set(kinds.split(", ")) for row, kinds in rows} == in_table
+
+
+def test_what_cannot_be_balanced_is_named(two):
+    for no_bias, narrow, rate, plain in two.run(jobs.errors_of_update):
+        assert "the routers of this FSDPQwen3MoeForCausalLM have no bias (e_score_correction_bias" in no_bias
+        assert "model.layers.1.mlp.gate.e_score_correction_bias is torch.bfloat16, in which steps" in narrow
+        assert rate == "rate must be positive, got 0"
+        assert "Qwen3MoeForCausalLM has no experts that fusco moves tokens to: parallelize it first" in plain
