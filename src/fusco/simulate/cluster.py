@@ -98,9 +98,13 @@ class Cluster:
         for name, constant in self.constants.items():
             has_rate = name.endswith("_gbs") and name != "pair_gbs"
             if not 0 <= constant.value < float("inf") or (has_rate and not constant.value):
-                raise ValueError(f"{self.name}: {name} must be {'above' if has_rate else 'at least'} 0, got {constant.value}")
+                raise ValueError(
+                    f"{self.name}: {name} must be {'above' if has_rate else 'at least'} 0, got {constant.value}"
+                )
         if self.nic_shares and (len(self.nic_shares) != self.ranks_per_node or min(self.nic_shares) < 1):
-            raise ValueError(f"{self.name}: nic_shares must be {self.ranks_per_node} integers from 1, got {self.nic_shares}")
+            raise ValueError(
+                f"{self.name}: nic_shares must be {self.ranks_per_node} integers from 1, got {self.nic_shares}"
+            )
 
     def __getattr__(self, name: str) -> float:
         if name in CONSTANTS:
@@ -121,7 +125,9 @@ class Cluster:
         changed = ranks_per_node not in (None, self.ranks_per_node)
         shape = {"nodes": nodes or self.nodes, "ranks_per_node": ranks_per_node or self.ranks_per_node}
         if changed and self.nic_shares:
-            raise ValueError(f"{self.name} has NICs for {self.ranks_per_node} ranks of a node, not for {ranks_per_node}")
+            raise ValueError(
+                f"{self.name} has NICs for {self.ranks_per_node} ranks of a node, not for {ranks_per_node}"
+            )
         return replace(self, **shape)
 
     def with_values(self, source: str, **values: float) -> Cluster:
@@ -175,7 +181,12 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     lines += [f"nodes_per_leaf = {fabric.nodes_per_leaf}"]
     for name, constant in cluster.constants.items():
         trained = [f"trained = {_list(map(_quoted, constant.trained))}"] if constant.trained else []
-        lines += ["", f"[constants.{name}]", f"value = {float(constant.value)!r}", f"source = {_quoted(constant.source)}"]
+        lines += [
+            "",
+            f"[constants.{name}]",
+            f"value = {float(constant.value)!r}",
+            f"source = {_quoted(constant.source)}",
+        ]
         lines += trained
     with written_beside(path) as beside:
         beside.write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -193,4 +204,6 @@ def check_same_shape(cluster: Cluster, topology: Topology) -> None:
     """Raise ``ValueError`` unless the traffic's nodes and ranks are the cluster's."""
     shapes: Sequence[tuple[int, int]] = [(each.num_nodes, each.ranks_per_node) for each in (cluster.topology, topology)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"{cluster.name} has {shapes[0][0]} x {shapes[0][1]} ranks, the traffic {shapes[1][0]} x {shapes[1][1]}")
+        raise ValueError(
+            f"{cluster.name} has {shapes[0][0]} x {shapes[0][1]} ranks, the traffic {shapes[1][0]} x {shapes[1][1]}"
+        )

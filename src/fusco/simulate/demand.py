@@ -53,7 +53,12 @@ class Demand:
 
     @classmethod
     def of_routing(
-        cls, name: str, topk_idx: Sequence[torch.Tensor], placement: ExpertPlacement, topology: Topology, bytes_per_row: int
+        cls,
+        name: str,
+        topk_idx: Sequence[torch.Tensor],
+        placement: ExpertPlacement,
+        topology: Topology,
+        bytes_per_row: int,
     ) -> Demand:
         """Count the rows of a routing: ``topk_idx[r]`` are the experts of rank ``r``, integers (num_tokens, num_topk).
 

@@ -155,5 +155,7 @@ def _matrix(to_locals: IntArray, demand: Demand, *, name: str, latency_us: float
 
 
 def _reversed(hop: Hop) -> Hop:
-    name = {"rows between nodes": "sums between nodes"}.get(hop.name, hop.name.replace("to their ranks", "back as sums"))
+    name = {"rows between nodes": "sums between nodes"}.get(
+        hop.name, hop.name.replace("to their ranks", "back as sums")
+    )
     return replace(hop, name=name, src=hop.dst, dst=hop.src, via=None, until=hop.via)

@@ -77,7 +77,9 @@ def test_a_flow_without_links_or_bytes_takes_no_time():
 
 def random_problem(random, num_links, num_flows):
     capacity = random.uniform(1, 100, num_links)
-    routes = [random.choice(num_links, random.integers(1, min(5, num_links + 1)), replace=False) for _ in range(num_flows)]
+    routes = [
+        random.choice(num_links, random.integers(1, min(5, num_links + 1)), replace=False) for _ in range(num_flows)
+    ]
     return capacity.tolist(), [route.tolist() for route in routes], random.integers(1, 1000, num_flows).tolist()
 
 
@@ -131,7 +133,10 @@ def test_rates_updated_less_often_are_hardly_slower(problem):
 
 def python_with_simgrid() -> str:
     for python in (sys.executable, "/usr/bin/python3", shutil.which("python3")):
-        if python and subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False).returncode == 0:
+        if (
+            python
+            and subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False).returncode == 0
+        ):
             return python
     return ""
 
