@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+from rich.console import Console
 
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.names import REPLAYED
+from fusco.bench.names import REPLAYED, Pattern
 from fusco.cli import options
-from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable
+from fusco.cli.reports import report
+from fusco.cli.running import choose_shape, new_console, num_devices
+from fusco.cli.simulate_tables import print_gains, table_of_papers, table_of_results, write_timeline
 
 if TYPE_CHECKING:
     from fusco.simulate import Cluster, Demand, SimulationResult
@@ -40,7 +42,8 @@ class ClusterOptions:
         typer.Option(help=f"Systems to compare, with commas or repeated. Default: {', '.join(_DEFAULT_SYSTEMS)}."),
     ] = None
     tier: Annotated[
-        ChosenTier, typer.Option(help="bound: busiest links; fluid: fair rates; slices: slice by slice.")
+        ChosenTier,
+        typer.Option(help="bound: busiest links; fluid: fair rates; slices: slice by slice. auto: fluid to 512 ranks."),
     ] = "auto"
 
     def clusters(self) -> list[Cluster]:
@@ -65,33 +68,74 @@ def simulate(
     of: ClusterOptions,
     traffic: Annotated[Traffic, typer.Option(help="Traffic; skewed: by law, for any number of ranks.")] = "uniform",
     workload: options.WorkloadOptions,
+    sweep_tokens: Annotated[
+        list[str] | None, typer.Option(help="Several numbers of tokens of a rank, with commas, in place of --tokens.")
+    ] = None,
+    expert_bytes: Annotated[
+        int, typer.Option(min=1, help="Weights of an expert, for replicas. Default: Qwen3-30B-A3B's in bfloat16.")
+    ] = 9_437_184,
+    check: Annotated[Literal["papers"] | None, typer.Option(help="Compare with published results instead.")] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, callback=options.check_writable, help="Under torchrun: write its cluster here."),
+    ] = None,
+    device: Annotated[options.Device, typer.Option(help="Device that --measure measures.")] = "cpu",
     json: options.JsonFile = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
-            dir_okay=False, callback=options.check_writable, help="Write spans of ranks, as JSON for Perfetto."
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write spans of the first system's ranks, for Perfetto.",
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write the first system's dispatch for other simulators: .goal, .cm (htsim) or .et (Chakra).",
         ),
     ] = None,
 ) -> None:
-    """Predict how long a dispatch and a combine take on a cluster, and what binds.
+    """Predict how long a dispatch and a combine take on a cluster, what binds, and what each part of fusco brings.
 
     Nothing is sent: the library's planner and schedule say what moves, and a model of links how long that takes.
-    Every figure is a prediction of a model; docs/simulation.md has its errors against published and measured results.
+    Every figure is a prediction; docs/simulation.md has the errors against published and measured results. With
+    --check papers the exit code is 1 if one of these errors has moved by more than a point.
     """
-    from fusco.simulate import simulate as simulate_one
-
-    names = options.choose_names(of.systems or _DEFAULT_SYSTEMS, [], "systems")
-    results: list[SimulationResult] = []
-    for cluster in of.clusters():
-        demand = demand_of_options(workload, traffic, cluster)
-        for name in names:
-            tier = of.tier_of(demand.topology.world_size)
-            results += [simulate_one(cluster, demand, name, call, tier) for call in ("dispatch", "combine")]  # type: ignore[arg-type]
     console = new_console(json)
+    if check:
+        _check_papers(console, json)
+        return
+    if measure:
+        _measure(measure, of, device, console)
+        return
+    names = options.choose_names(of.systems or _DEFAULT_SYSTEMS, [], "systems")
+    sizes = options.integers(sweep_tokens, "sweep-tokens") if sweep_tokens else [workload.tokens]
+    cases = [
+        (cluster, demand_of_options(replace(workload, tokens=tokens), traffic, cluster))
+        for cluster in of.clusters()
+        for tokens in sizes
+    ]
+    results = [each for cluster, demand in cases for each in _simulate(cluster, demand, names, of)]
     console.print(table_of_results(results))
+    if len(cases) == 1:
+        cluster, demand = cases[0]
+        print_gains(cluster, demand, results[0], of.tier_of(demand.topology.world_size), expert_bytes, console)
     if timeline:
         write_timeline(results[0], timeline)
+    if export:
+        _export(*cases[0], names[0], export)
     write_json_lines(results, json)
+
+
+def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: ClusterOptions) -> Iterator[SimulationResult]:
+    from fusco.simulate import simulate as simulate_one
+
+    for name in names:
+        for call in ("dispatch", "combine"):
+            yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))  # type: ignore[arg-type]
 
 
 def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster) -> Demand:
@@ -110,31 +154,41 @@ def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: 
         )
     if traffic not in REPLAYED and workload.num_experts % topology.world_size:
         experts = -(-workload.num_experts // topology.world_size) * topology.world_size
-        workload = type(workload)(**{**vars(workload), "num_experts": experts})
-    return demand_of(workload.workloads([traffic], topology)[0])  # type: ignore[list-item]
+        workload = replace(workload, num_experts=experts)
+    return demand_of(workload.workloads([cast("Pattern", traffic)], topology)[0])
 
 
-def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
-    """Return a table with a row for each system and size: dispatch, combine, what binds."""
-    one = results[0]
-    title = f"predicted on {one.cluster}: {one.traffic}; {one.bytes_per_row:,} bytes a row; ms"
-    columns = ("system", "nodes x ranks", "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
-    notes = ("[dim]predictions of a model: docs/simulation.md has its errors[/]",)
-    table = ResultTable(title, columns, notes, left=("system", "nodes x ranks", "tier", "what binds"))
-    for dispatch, combine in zip(results[::2], results[1::2], strict=True):
-        shape = f"{dispatch.nodes} x {dispatch.ranks_per_node}"
-        both = dispatch.makespan_ms + combine.makespan_ms
-        times = [f"{each:.3f}" for each in (dispatch.makespan_ms, combine.makespan_ms, both, dispatch.bound_ms)]
-        table.add_row(dispatch.system, shape, *times, dispatch.tier, dispatch.binds)
-    return table
+def _check_papers(console: Console, json: Path | None) -> None:
+    from fusco.bench.simulation.papers import check_papers
+
+    rows = list(check_papers())
+    report(rows, [table_of_papers(rows)], console, json, lambda row: str(row.id))
 
 
-def write_timeline(result: SimulationResult, path: Path) -> None:
-    """Write the spans of a result's ranks in Chrome's trace format."""
-    from fusco.core.timeline import Span, write_chrome_trace
+def _measure(path: Path, of: ClusterOptions, device: str, console: Console) -> None:
+    from fusco.bench.simulation.measure import measure_cluster
+    from fusco.core.topology import Topology
+    from fusco.ranks.joined_world import run_joined
+    from fusco.ranks.torchrun import launched
+    from fusco.simulate import write_cluster
 
-    spans: list[list[Span]] = [[] for _ in range(result.ranks)]
-    for each in result.spans:
-        begin_us, end_us = each.start_ms * 1e3, each.end_ms * 1e3
-        spans[each.rank].append(Span(each.name, each.name, begin_us, end_us - begin_us))
-    write_chrome_trace(path, spans, {"what": result.title, "tier": result.tier})
+    if not (job := launched()):
+        raise ValueError("--measure measures the ranks of a job: run it under torchrun")
+    nodes = options.integers(of.nodes, "nodes")[0] if of.nodes else None
+    num_nodes, ranks_per_node = choose_shape(device, nodes, of.ranks_per_node, job, num_devices(device))
+    topology = Topology.of_equal_nodes(num_nodes * ranks_per_node, ranks_per_node)
+    clusters = run_joined(device, measure_cluster, topology, device)
+    if clusters:
+        write_cluster(replace(clusters[0], name=path.stem), path)
+        console.print(
+            f"{path}: {', '.join(f'{name} {each.value:.4g}' for name, each in clusters[0].constants.items())}"
+        )
+
+
+def _export(cluster: Cluster, demand: Demand, name: str, path: Path) -> None:
+    from fusco.simulate.export import write_export
+    from fusco.simulate.messages import messages_of
+    from fusco.simulate.systems import system
+
+    program = system(name).build(demand, cluster, "dispatch")
+    write_export(messages_of(program, demand.topology.world_size), path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fusco.simulate import exchanges
 from fusco.simulate.cluster import Cluster
@@ -53,6 +54,9 @@ SYSTEMS: dict[str, System] = {
     "nccl": _exchange("all_to_all_single with PXN, a pass before and one after", exchanges.nccl),
     "deepep": _forwarding(
         "DeepEP: the same local rank forwards, one pass after", balancer="static", is_pipelined=False, passes="after"
+    ),
+    "direct-pxn": _exchange(
+        "all messages at once, each by the NIC of its receiver's local rank", partial(exchanges.direct, has_pxn=True)
     ),
     "fast": _exchange("FAST, which fusco.all_to_all follows: balance, stages, redistribute", exchanges.fast),
     "spread-out": _exchange("MPI's shifted diagonals, one message at a time", exchanges.spread_out),

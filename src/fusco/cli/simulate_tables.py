@@ -1,0 +1,87 @@
+"""Tables of ``fusco simulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fusco.cli.tables import ResultTable
+from fusco.core.timeline import Span, write_chrome_trace
+
+if TYPE_CHECKING:
+    from fusco.bench.simulation.papers import PaperRow
+    from fusco.simulate import Cluster, Demand, SimulationResult
+
+_NOTE = "[dim]predictions of a model: docs/simulation.md has its errors[/]"
+
+
+def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
+    """Return a table with a row for each system and size: dispatch, combine, what binds."""
+    one = results[0]
+    title = f"predicted on {one.cluster}: {one.traffic}; {one.bytes_per_row:,} bytes a row; ms"
+    names = ("system", "nodes x ranks", "tokens")
+    columns = (*names, "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
+    table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "what binds"))
+    for dispatch, combine in zip(results[::2], results[1::2], strict=True):
+        shape = (f"{dispatch.nodes} x {dispatch.ranks_per_node}", f"{dispatch.tokens:,}")
+        both = dispatch.makespan_ms + combine.makespan_ms
+        times = [f"{each:.3f}" for each in (dispatch.makespan_ms, combine.makespan_ms, both, dispatch.bound_ms)]
+        table.add_row(dispatch.system, *shape, *times, dispatch.tier, dispatch.binds)
+    return table
+
+
+def print_gains(
+    cluster: Cluster, demand: Demand, result: SimulationResult, tier: Any, expert_bytes: int, console: Console
+) -> None:
+    """Print what binds, and what each part of fusco brings; parts that need matrices of ranks only where they fit."""
+    from fusco.simulate.advice import describe_binding, gain_of_replicas, gains_of_parts
+
+    console.print(f"what binds {result.system}: {describe_binding(demand, result.binds)}")
+    copies = result.copies
+    console.print(f"rows between nodes: {copies.needed:,} a copy for each expert, {copies.bound:,} at least")
+    if demand.topology.num_nodes > 1 and tier != "bound":
+        table = ResultTable(
+            "what each part brings, dispatch and combine, ms", ("part", "without", "with", "gain"), left=("part",)
+        )
+        for each in gains_of_parts(cluster, demand, tier):
+            table.add_row(each.part, f"{each.without_ms:.3f}", f"{each.with_ms:.3f}", f"{each.gain:.2f} x")
+        console.print(table)
+    if replicas := gain_of_replicas(cluster, demand, expert_bytes):
+        at = replicas.break_even_tokens
+        console.print(
+            f"replicas, a spare place for each rank: {replicas.num_copies} copies, busiest rank over mean "
+            f"{replicas.busiest_over_mean_before:.2f} to {replicas.busiest_over_mean:.2f}; saves {replicas.saved_ms:.3f} ms "
+            f"of products, weights take {replicas.weights_ms:.3f} ms {'within' if replicas.within_node else 'between'} "
+            f"nodes" + (f"; break-even at {at:,} tokens of all ranks" if at else "; copies save nothing")
+        )
+
+
+def table_of_papers(rows: Sequence[PaperRow]) -> ResultTable:
+    """Return published results beside predictions; rows that constants were trained on are grey."""
+    columns = ("result", "source", "unit", "published", "predicted", "error", "role")
+    notes = ("[dim]grey: a constant was trained on it; ranges are represented by their middle[/]",)
+    table = ResultTable("published results and predictions", columns, notes, left=("result", "source", "unit", "role"))
+    for row in rows:
+        cells = (
+            row.id,
+            row.where,
+            row.unit,
+            f"{row.published:g}",
+            f"{row.predicted:.2f}",
+            f"{row.error:+.1f} %",
+            row.role,
+        )
+        table.add_row(*(f"[dim]{cell}[/]" if row.role == "train" else cell for cell in cells))
+    return table
+
+
+def write_timeline(result: SimulationResult, path: Path) -> None:
+    """Write the spans of a result's ranks in Chrome's trace format."""
+    spans: list[list[Span]] = [[] for _ in range(result.ranks)]
+    for each in result.spans:
+        begin_us, end_us = each.start_ms * 1e3, each.end_ms * 1e3
+        spans[each.rank].append(Span(each.name, each.name, begin_us, end_us - begin_us))
+    write_chrome_trace(path, spans, {"what": result.title, "tier": result.tier})

@@ -1,0 +1,107 @@
+"""Which part of fusco brings what on a cluster: each part's time with it and without, and what replicas cost and save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusco.placement import Balance, plan_batch
+from fusco.simulate.cluster import Cluster
+from fusco.simulate.demand import Demand
+from fusco.simulate.run import Tier, simulate
+
+# A part of fusco, the system without it, the system with it.
+PARTS = (
+    ("deduplication: one copy for each node", "no-planner", "no-lanes"),
+    ("no passes over memory, pipelined", "no-engine", "no-lanes"),
+    ("balancer of who forwards", "no-balancer", "no-lanes"),
+    ("lanes: ranks send for each other", "no-lanes", "fusco"),
+    ("stages, for the same bytes as all_to_all", "direct", "fast"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartGain:
+    """Dispatch and combine without a part and with it, ms; ``gain`` is their ratio."""
+
+    part: str
+    without_ms: float
+    with_ms: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast it is with the part."""
+        return self.without_ms / self.with_ms if self.with_ms else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGain:
+    """Copies of busy experts: what they spare the busiest rank, and the weights that they move.
+
+    ``break_even_tokens`` are the tokens of all ranks from which on a copy that nothing hides saves more than it takes;
+    ``None`` if copies save nothing. ``within_node`` says over which links weights travel.
+    """
+
+    spare_places: int
+    num_copies: int
+    busiest_over_mean_before: float
+    busiest_over_mean: float
+    saved_ms: float
+    weights_ms: float
+    within_node: bool
+    break_even_tokens: int | None
+
+
+def gains_of_parts(cluster: Cluster, demand: Demand, tier: Tier = "fluid") -> Iterator[PartGain]:
+    """Simulate dispatch and combine with and without each part of fusco."""
+    times: dict[str, float] = {}
+    for part, *systems in PARTS:
+        for name in systems:
+            if name not in times:
+                calls = (simulate(cluster, demand, name, call, tier) for call in ("dispatch", "combine"))  # type: ignore[arg-type]
+                times[name] = sum(each.makespan_ms for each in calls)
+        yield PartGain(part=part, without_ms=times[systems[0]], with_ms=times[systems[1]])
+
+
+def gain_of_replicas(cluster: Cluster, demand: Demand, expert_bytes: int, spare_places: int = 1) -> ReplicaGain | None:
+    """Plan copies of busy experts as ``fusco.placement`` does; ``None`` if the rows of experts are not known.
+
+    An expert's rows take ``row_us`` of the cluster each. Rows travel as without copies, which is not exact.
+    """
+    if not len(demand.expert_rows) or not demand.expert_rows.sum():
+        return None
+    topology = demand.topology
+    balance, shape = Balance(spare_places=spare_places), (topology.world_size, topology.ranks_per_node)
+    plan = plan_batch(demand.expert_rows, demand.expert_to_rank, shape[0], balance, shape[1])
+    nodes = np.array(topology.rank_to_node)
+    home = demand.expert_to_rank[plan.experts]
+    is_within = bool((nodes[home] == nodes[plan.ranks]).all())
+    rate = cluster.nvl_gbs if is_within else cluster.nic_gbs
+    moved = np.concatenate((np.bincount(plan.ranks, minlength=shape[0]), np.bincount(home, minlength=shape[0])))
+    weights_us = int(moved.max(initial=0)) * expert_bytes / rate / 1e3
+    saved_us = float(plan.loads_before.max() - plan.loads.max()) * cluster.row_us
+    tokens = int(demand.num_tokens.sum())
+    return ReplicaGain(
+        spare_places=spare_places,
+        num_copies=len(plan.ranks),
+        busiest_over_mean_before=plan.busiest_over_mean_before,
+        busiest_over_mean=plan.busiest_over_mean,
+        saved_ms=saved_us / 1e3,
+        weights_ms=weights_us / 1e3,
+        within_node=is_within,
+        break_even_tokens=round(tokens * weights_us / saved_us) if saved_us else None,
+    )
+
+
+def describe_binding(demand: Demand, binds: str) -> str:
+    """Return a sentence that says which link binds, and on which side: ``"nic-in of rank 8"`` is a receiver's."""
+    kind, _, owner = binds.partition(" of ")
+    side = {"out": "sender", "in": "receiver", "up": "sender", "down": "receiver"}.get(kind.partition("-")[2], "")
+    what = {"nic": "the network", "nvl": "links within a node", "rail": "links between rails", "leaf": "the spine"}
+    part = what.get(kind.partition("-")[0], "memory" if kind == "memory" else "a pair of ranks")
+    node = ""
+    if owner.startswith("rank "):
+        node = f", node {demand.topology.rank_to_node[int(owner.removeprefix('rank '))]}"
+    return f"{part}: {binds}{node}" + (f", as {side}" if side else "")

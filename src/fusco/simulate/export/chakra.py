@@ -1,0 +1,115 @@
+"""Chakra execution traces: a file of protobuf messages for each rank, of sends and receives with dependencies.
+
+Chakra has no all-to-all of unequal parts (mlcommons/chakra #209), so messages are ``COMM_SEND_NODE`` and
+``COMM_RECV_NODE``. The encoder knows what is needed of ``et_def.proto``: each message is preceded by its length; the
+first is ``GlobalMetadata``. Protobuf: field number and wire type in one varint, then a varint or a length and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fusco.core.files import written_beside
+from fusco.core.lanes import IntArray
+from fusco.simulate.messages import Messages
+
+_VERSION = "0.0.4"
+_SEND, _RECV = 5, 6  # NodeType
+_ID, _NAME, _TYPE, _DATA_DEPS, _ATTR = 1, 2, 3, 5, 10  # fields of Node
+_ATTR_NAME, _INT64 = 1, 9  # fields of AttributeProto: name, int64_val
+
+
+def write_chakra(messages: Messages, path: Path) -> None:
+    """Write ``NAME.RANK.et`` for each rank; ``path`` is ``NAME.et``."""
+    for rank in range(messages.num_ranks):
+        nodes = [_bytes(1, _VERSION.encode())]
+        for i in np.flatnonzero((messages.src == rank) | (messages.dst == rank)).tolist():
+            is_send = messages.src[i] == rank
+            awaited = messages.awaited(i).tolist() if is_send else []
+            node = _int(_ID, 2 * i + (not is_send)) + _bytes(_NAME, f"message {i}".encode())
+            node += _int(_TYPE, _SEND if is_send else _RECV)
+            node += _bytes(_DATA_DEPS, b"".join(_varint(2 * each + 1) for each in awaited)) if awaited else b""
+            values = {"comm_size": messages.num_bytes[i], "comm_src": messages.src[i], "comm_dst": messages.dst[i]}
+            for name, value in {**values, "comm_tag": i}.items():
+                node += _bytes(_ATTR, _bytes(_ATTR_NAME, name.encode()) + _int(_INT64, int(value)))
+            nodes.append(node)
+        with written_beside(file_of(path, rank)) as beside:
+            beside.write_bytes(b"".join(_varint(len(each)) + each for each in nodes))
+
+
+def file_of(path: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return path.with_name(f"{path.stem}.{rank}{path.suffix}")
+
+
+def read_chakra(path: Path, num_ranks: int) -> IntArray:
+    """Return the bytes that ranks send each other, int64 (R, R); ``ValueError`` if receives differ from sends."""
+    tables = {kind: np.zeros((num_ranks, num_ranks), np.int64) for kind in (_SEND, _RECV)}
+    for rank in range(num_ranks):
+        content, at, is_first = file_of(path, rank).read_bytes(), 0, True
+        while at < len(content):
+            size, at = _read_varint(content, at)
+            message, at = content[at : at + size], at + size
+            if not is_first:
+                kind, values = _read_node(message)
+                tables[kind][values["comm_src"], values["comm_dst"]] += values["comm_size"]
+            is_first = False
+    if not np.array_equal(tables[_SEND], tables[_RECV]):
+        raise ValueError(f"{path}: sends and receives differ")
+    return tables[_SEND]
+
+
+def _read_node(message: bytes) -> tuple[int, dict[str, int]]:
+    kind, values = 0, {}
+    for number, value in _fields(message):
+        if number == _TYPE:
+            assert isinstance(value, int)
+            kind = value
+        elif number == _ATTR:
+            assert isinstance(value, bytes)
+            of = dict(_fields(value))
+            name, size = of[_ATTR_NAME], of[_INT64]
+            assert isinstance(name, bytes)
+            assert isinstance(size, int)
+            values[name.decode()] = size
+    return kind, values
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    at = 0
+    while at < len(message):
+        key, at = _read_varint(message, at)
+        value, at = _read_varint(message, at)
+        if key & 7 == 0:
+            yield key >> 3, value
+        else:
+            yield key >> 3, message[at : at + value]
+            at += value
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (content[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if content[at - 1] < 128:
+            return value, at
+
+
+def _int(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _bytes(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
