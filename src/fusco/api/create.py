@@ -217,11 +217,11 @@ def connect_parts(
             from fusco.cuda.open_library import open_library  # noqa: PLC0415
             from fusco.cuda.tuning import SPIN_S  # noqa: PLC0415
 
-            library = open_library(config, validator.placement, validator.device)
+            num_experts = validator.num_experts
+            library = open_library(config, validator.placement, validator.device, num_experts)
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
             resources.push(report)
-            num_experts = validator.num_experts
             engine = CudaEngine(connections, config, validator.placement, library, num_experts=num_experts)
         else:
             warm_up(config)

@@ -7,15 +7,21 @@ import torch
 from fusco.core.config import EngineConfig
 from fusco.core.integers import MAX_INT32
 from fusco.core.placement import ExpertPlacement
+from fusco.cuda.kernels.choose_owners import max_divided
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
 from fusco.cuda.repeated_calls import warm_up_repeated_calls
 
+_MAX_DIVIDED = 10 << 10  # counters of 4 bytes, in shared memory that needs no attribute of the kernel
 _MAX_TOPK, _MAX_RANKS = 32, 32  # one lane of a warp per expert of a token, one bit of a uint32 per rank
 
 
-def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch.device) -> Library:
+def open_library(
+    config: EngineConfig, placement: ExpertPlacement, device: torch.device, num_experts: int | None = None
+) -> Library:
     """Return the kernels of a device; ``ValueError``, the same on all ranks, for sizes that it does not support.
+
+    ``placement`` is of physical experts, and ``num_experts`` what a caller may name; by default the same.
 
     Call it before ranks connect: a rank that raises while others connect would look dead to them.
     """
@@ -34,7 +40,18 @@ def open_library(config: EngineConfig, placement: ExpertPlacement, device: torch
     library = Library(device)
     warm_up_repeated_calls()  # before any rank's clock runs
     _check_room_to_plan(placement, library)
+    _check_room_to_choose(placement.num_experts, num_experts or placement.num_experts)
     return library
+
+
+def _check_room_to_choose(num_places: int, num_experts: int) -> None:
+    """Raise ``ValueError``, the same on all ranks, if a block of ``choose_owners`` cannot count all divided experts."""
+    num_divided = max_divided(num_experts, num_places)
+    if num_divided > _MAX_DIVIDED:
+        raise ValueError(
+            f"{num_places} places for {num_experts} experts may put {num_divided} of them into several, but device "
+            f"'cuda' takes at most {_MAX_DIVIDED}; have fewer spare places"
+        )
 
 
 def _check_room_to_plan(placement: ExpertPlacement, library: Library) -> None:

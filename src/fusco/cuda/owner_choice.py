@@ -14,8 +14,6 @@ from fusco.cuda.kernels.choose_owners import DeviceOwnerTables, choose_owners
 from fusco.cuda.stream_order import StreamOrder
 from fusco.planner.owners import Int32Array, OwnerTables
 
-_MAX_DIVIDED = (46 << 10) // 4 - 1024  # counters of a block, in shared memory that needs no attribute
-
 
 class CudaOwnerChoice:
     """Methods are those of ``fusco.engine.owner_choice.OwnerChoice``, documented there.
@@ -24,15 +22,10 @@ class CudaOwnerChoice:
     """
 
     def __init__(self, context: CudaContext, order: StreamOrder) -> None:
-        """Allocate tables for any placement; ``ValueError`` for more spare places than a block can count experts of."""
+        """Allocate tables for any placement."""
         self._context, self._order, self._device = context, order, context.arena.device
         sizes = (context.num_experts, context.placement.num_experts)
         self._tables = DeviceOwnerTables.empty(*sizes, context.rank, self._device)
-        if self._tables.max_divided > _MAX_DIVIDED:
-            raise ValueError(
-                f"{sizes[1]} places for {sizes[0]} experts may put {self._tables.max_divided} experts into several; "
-                f"device 'cuda' counts at most {_MAX_DIVIDED}"
-            )
 
     def place(self, tables: OwnerTables) -> None:
         with self._order.on_stream(Launch()):

@@ -46,11 +46,14 @@ def test_an_old_gpu_is_refused(gpu):
         check_device("cuda:1")
 
 
-def library_for(placement: ExpertPlacement, limit: int, num_topk: int = 1, max_tokens: int = 4) -> Library:
+def library_for(
+    placement: ExpertPlacement, limit: int, num_topk: int = 1, max_tokens: int = 4, num_experts: int | None = None
+) -> Library:
     capacity = Capacity(max_tokens_per_rank=max_tokens, max_bytes_per_token=16, num_topk=num_topk)
     properties = mock.Mock(shared_memory_per_block_optin=limit)
     with mock.patch.object(torch.cuda, "get_device_properties", return_value=properties):
-        return open_library(EngineConfig(Topology((0, 0)), capacity, Settings()), placement, torch.device("cuda", 0))
+        config, device = EngineConfig(Topology((0, 0)), capacity, Settings()), torch.device("cuda", 0)
+        return open_library(config, placement, device, num_experts)
 
 
 @pytest.mark.parametrize("limit", [HOPPER, A100])
@@ -72,6 +75,13 @@ def test_a_rank_with_few_experts_refuses_too_where_another_has_too_many():
 def test_more_experts_of_a_token_than_a_warp_has_lanes_are_refused():
     with pytest.raises(ValueError, match="at most 32 experts a token and 32 ranks a node, got num_topk=33 and 2 ranks"):
         library_for(ExpertPlacement.contiguous(40, 2), HOPPER, num_topk=33)
+
+
+def test_more_experts_in_several_places_than_a_block_counts_are_refused():
+    physical = ExpertPlacement.contiguous(32_000, 16)
+    assert library_for(physical, HOPPER, num_experts=32_000 - 10_240)
+    with pytest.raises(ValueError, match="32000 places for 21759 experts may put 10241 of them into several"):
+        library_for(physical, HOPPER, num_experts=32_000 - 10_241)
 
 
 def test_more_pairs_than_kernels_count_are_refused():

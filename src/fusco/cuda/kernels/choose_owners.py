@@ -38,7 +38,12 @@ class DeviceOwnerTables:
         first, owners, divided = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (num_experts + 1, num_physical, num_experts)
         )
-        return cls(first, owners, divided, rank, max_divided=max(0, min(num_experts, num_physical - num_experts)))
+        return cls(first, owners, divided, rank, max_divided(num_experts, num_physical))
+
+
+def max_divided(num_experts: int, num_physical: int) -> int:
+    """Return how many experts may have several owners."""
+    return max(0, min(num_experts, num_physical - num_experts))
 
 
 def choose_owners(
