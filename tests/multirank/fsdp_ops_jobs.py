@@ -261,9 +261,8 @@ def differences_of_a_compiled_block(_: dist.ProcessGroup) -> list[float]:
     return differences
 
 
-def differences_of_a_compiled_model(_: dist.ProcessGroup) -> tuple[dict[str, float], list[str]]:
+def differences_of_a_compiled_model(_: dist.ProcessGroup, run: Run) -> tuple[dict[str, float], list[str]]:
     """As ``differences_of_gradients``, for a compiled model, and why its graph was broken."""
-    run = Run(nums_sequences=(2, 1))
     reference = alone(run.kind, run.nums_sequences)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

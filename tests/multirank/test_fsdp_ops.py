@@ -100,8 +100,14 @@ def test_a_block_compiles_to_one_graph(two):
 
 def test_a_model_compiles_with_breaks_where_compilers_are_kept_out_only(two):
     """At FSDP's hooks, and in float32 at the experts' projections."""
-    for differences, breaks in two.run(jobs.differences_of_a_compiled_model):
+    for differences, breaks in two.run(jobs.differences_of_a_compiled_model, Run(nums_sequences=(2, 1))):
         assert_small(differences)
         assert len(breaks) == 2
         assert "function `disable`" in breaks[0]
         assert "the sizes of blocks are values of a tensor" in breaks[1]
+
+
+@pytest.mark.parametrize("recomputes", ["full", "selective"])
+def test_a_compiled_model_computes_activations_again(four, recomputes):
+    for differences, _ in four.run(jobs.differences_of_a_compiled_model, Run(recomputes=recomputes)):
+        assert_small(differences)
