@@ -36,10 +36,14 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "fusco.fsdp": {
         "Distribute a model": "build_mesh EPMesh parallelize Sharding find_experts Experts SHUFFLE_OPS",
-        "Dispatchers": "Dispatcher FuscoDispatcher TorchDispatcher Arrival",
+        "Dispatchers": "Dispatcher FuscoDispatcher TorchDispatcher Arrival TimedDispatcher BalancedDispatcher",
         "A training step": "scale_loss global_sum clip_grad_norm_ grad_norm",
         "Checkpoints and files": "save_checkpoint load_checkpoint save_hugging_face load_hugging_face "
         "parameters_on_meta materialize",
+        "State of a run": "save_run load_run latest_run AsyncSaver RunState HasState",
+        "Balance of experts": "expert_loads reset_expert_loads summarize_loads LoadSummary update_expert_bias",
+        "Measured steps": "Metrics StepMetrics MetricWriter MetricPrinter JsonLinesWriter CsvWriter TensorBoardWriter "
+        "WandbWriter",
         "Through transformers": "registered_with_transformers registered_as_experts_implementation",
     },
     "fusco.offload": {

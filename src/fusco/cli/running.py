@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fusco.bench.names import STDOUT
@@ -47,11 +47,11 @@ def new_console(json: Path | None = None) -> Console:
 
 
 class StepProgress(Progress):
-    """A bar, steps and time, and below them the description of the latest step, which wraps and is not cut."""
+    """A bar, steps, times passed and left, and below them the description of the latest step, which wraps, uncut."""
 
     def __init__(self, console: Console) -> None:
         # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
-        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "left")
         super().__init__(*columns, console=console, transient=True, redirect_stdout=False)
 
     def get_renderables(self) -> Iterator[RenderableType]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
+from fusco.cli.curve import Curve, draw_curves, write_picture
 from fusco.cli.options import Device, with_groups
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import ResultTable, describe_origin
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fusco.train.records import Run, RunRecord
     from fusco.train.saving import Saving
 
+_CURVE_WIDTH = 100  # columns
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
 
 
@@ -44,6 +46,10 @@ def train(
             help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, callback=options.check_writable, help="Write the curves of losses here, as SVG."),
+    ] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Train a small Qwen3-MoE on real text, its experts distributed, and measure every step.
@@ -57,6 +63,7 @@ def train(
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
+    from fusco.train.model import shape_of
     from fusco.train.records import summarize
 
     if record_trace:
@@ -72,7 +79,14 @@ def train(
         num_ranks=_num_ranks(run.ranks, run.device, joined),
         ep_size=run.ep_size,
         num_steps=run.steps,
-        router_loss=run.router_loss,
+        architecture=run.architecture,
+        model=run.model.resolve() if run.model else None,
+        eval_every=run.eval_every,
+        sample_tokens=run.sample_tokens,
+        export=saving.export.resolve() if saving.export else None,
+        router_loss=_router_loss(run),
+        balance_rate=run.balance_rate,
+        forces_balance=run.forced_balance,
         dropout=run.dropout,
         dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
         activation_checkpointing=run.activation_checkpointing,
@@ -80,7 +94,7 @@ def train(
         text=run.text,
         text_bytes=run.text_bytes,
         timeout_s=run.timeout_s,
-        **sizes.arguments(run.preset),
+        **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
     )
     saves = _saving(saving, job)
     if saves and not saves.resumes and not (joined and joined.rank):
@@ -92,6 +106,7 @@ def train(
     records = summarize(job, runs)
     write_json_lines(records, json, appends=True)
     _print(job, records, console)
+    _show_learning(runs, console, plot)
     if record_trace:
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
@@ -115,6 +130,13 @@ def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
         keep_last=chosen.keep_last,
         resumes=chosen.resume is not None and latest is not None,
     )
+
+
+def _router_loss(run: RunOptions) -> float:
+    """Return the weight of the router loss: by default some for Qwen3-MoE, and none for other kinds."""
+    if run.router_loss is not None:
+        return run.router_loss
+    return 0.01 if run.architecture == "qwen3_moe" and run.model is None else 0.0
 
 
 def _num_ranks(wanted: int | None, device: Device, joined: Launched | None) -> int:
@@ -171,9 +193,11 @@ def _run(
     return results[0] if results else None
 
 
+_ARCHITECTURES = {"qwen3_moe": "Qwen3-MoE", "glm4_moe": "GLM-4-MoE"}
 _ROWS = (
     ("loss of the first step", "first_loss", ".4f", "nats"),
     ("loss, mean of the last ten", "last_loss", ".4f", "nats"),
+    ("loss of held-out text", "held_out_loss", ".4f", "nats"),
     ("step", "step_ms", ",.2f", "ms"),
     ("tokens of all ranks", "tokens_per_s", ",", "/s"),
     ("dispatch", "dispatch_ms", ",.2f", "ms"),
@@ -190,9 +214,11 @@ _ROWS = (
 def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> None:
     """Print the configuration, a column for each run, and notes on the figures."""
     one, shape = records[0], job.shape
+    what = job.model.name if job.model else _ARCHITECTURES[job.architecture]
     console.print(
-        f"Qwen3-MoE of {one.num_parameters / 1e6:,.1f} million parameters: {shape.num_layers} layers, hidden "
-        f"{shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of width {shape.moe_intermediate}\n"
+        f"{what} of {one.num_parameters / 1e6:,.1f} million parameters: "
+        f"{shape.num_layers} layers, hidden {shape.hidden}, "
+        f"top-{shape.num_topk} of {shape.num_experts} experts of width {shape.moe_intermediate}\n"
         f"{job.num_ranks} ranks on {job.device}, ep_size {job.ep_size}, {job.tokens} tokens a rank, {job.dtype}, "
         f"activation checkpointing {job.activation_checkpointing}, {job.num_steps} steps",
         highlight=False,
@@ -202,7 +228,7 @@ def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> 
     table = ResultTable("", ["", *(record.dispatcher for record in records), *ratio])
     for label, name, form, unit in _ROWS:
         values = [getattr(record, name) for record in records]
-        if name == "peak_memory_gib" and not any(values):
+        if not all(values) and name in ("peak_memory_gib", "held_out_loss"):
             continue
         cells = [f"{value:{form}} {unit}".rstrip() for value in values]
         if len(records) == 2:
@@ -211,6 +237,24 @@ def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> 
     console.print(table)
     for note in _notes(records):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_learning(runs: Sequence[Run], console: Console, plot: Path | None) -> None:
+    """Show the curves of losses, write them as a picture to ``plot``, and show what the first run's model writes."""
+    curves: dict[str, Curve] = {}
+    for run in runs:
+        name = f"loss, {run.steps[0].dispatcher}"
+        curves[name] = [(step.step + 1, step.loss) for step in run.steps]
+        held_out = [(step.step + 1, step.held_out_loss) for step in run.steps if step.held_out_loss is not None]
+        if held_out:
+            curves[f"held-out {name}"] = held_out
+    console.print(draw_curves(curves, min(console.width, _CURVE_WIDTH)), markup=False, highlight=False, soft_wrap=True)
+    if plot:
+        write_picture(plot, curves, "fusco train: nats per token by step")
+        console.print(f"the same as a picture: {plot}", markup=False, highlight=False, soft_wrap=True)
+    if runs[0].sample:
+        prompt, continuation = runs[0].sample
+        console.print(f"a sample: {prompt!r} continues as {continuation!r}", markup=False, highlight=False)
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:

@@ -22,7 +22,7 @@ _FILE = "options.json"  # in the folder of a run
 # Options with which a run can be continued although it was begun with others. All others change what it learns.
 _CHANGEABLE = {
     *("device", "ranks", "ep_size", "steps", "dispatcher", "activation_checkpointing", "timeout_s"),
-    *("save", "save_every", "keep_last", "resume"),
+    *("save", "save_every", "keep_last", "resume", "export", "eval_every", "sample_tokens"),
 }
 
 
@@ -35,9 +35,26 @@ class RunOptions:
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. Default: 4, on CUDA one for each GPU.")] = None
     ep_size: Annotated[int, typer.Option(min=1, help="Ranks among which experts are distributed.")] = 2
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200
+    architecture: Annotated[
+        Literal["qwen3_moe", "glm4_moe"], typer.Option(help="Kind of model; glm4_moe has a bias for each expert.")
+    ] = "qwen3_moe"
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of a model of transformers to start from; sets sizes."),
+    ] = None
     router_loss: Annotated[
-        float, typer.Option(min=0, help="Weight of the loss that evens out the experts' loads; 0 for none.")
-    ] = 0.01
+        float | None,
+        typer.Option(
+            min=0, help="Weight of the loss that evens out the experts' loads. Default: 0.01 for qwen3_moe, else 0."
+        ),
+    ] = None
+    balance_rate: Annotated[
+        float,
+        typer.Option(min=0, help="Step by which biases of experts follow their loads, without a loss (glm4_moe)."),
+    ] = 0.0
+    forced_balance: Annotated[
+        bool, typer.Option("--forced-balance", help="Send tokens to experts in turn, to measure even loads.")
+    ] = False
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of attention probabilities.")] = 0.0
     dispatcher: Annotated[
         Literal["fusco", "torch", "both"],
@@ -52,6 +69,8 @@ class RunOptions:
         typer.Option(help="File or directory to train on, one token per byte. Default: this machine's Python sources."),
     ] = None
     text_bytes: Annotated[int, typer.Option(min=1, help="Maximum bytes of the text.")] = 32 << 20
+    eval_every: Annotated[int, typer.Option(min=1, help="Steps between losses of held-out text.")] = 25
+    sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens that the model writes at the end.")] = 64
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0
     timeout_s: options.Timeout = 60.0
 
@@ -63,6 +82,9 @@ class SavingOptions:
     save: Annotated[Path | None, typer.Option(file_okay=False, help="Save the run in this folder, to --resume.")] = None
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between saves. Default: at the end only.")] = None
     keep_last: Annotated[int | None, typer.Option(min=1, help="Saves to keep. Default: all.")] = None
+    export: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write the model here at the end, for from_pretrained.")
+    ] = None
     resume: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Continue the run saved in this folder, with its options."),
@@ -108,7 +130,7 @@ def take_up(folder: Path, group: _Options, given: Collection[str]) -> _Options:
     for each in fields(group):  # type: ignore[arg-type]  # a dataclass, which no protocol says
         name, value = each.name, getattr(group, each.name)
         before = saved.get(name, each.default)
-        if name == "text" and before is not None:
+        if name in ("text", "model", "export", "save", "resume") and before is not None:
             before = Path(before)
         if name in given and name not in _CHANGEABLE and value != before:
             option = f"--{name.replace('_', '-')}"

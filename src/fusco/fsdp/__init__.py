@@ -28,6 +28,15 @@ from fusco.fsdp.hugging_face import load_hugging_face as load_hugging_face, save
 from fusco.fsdp.loss import global_sum as global_sum, scale_loss as scale_loss
 from fusco.fsdp.mesh import EPMesh as EPMesh, build_mesh as build_mesh
 from fusco.fsdp.meta import materialize as materialize, parameters_on_meta as parameters_on_meta
+from fusco.fsdp.metric_writers import (
+    CsvWriter as CsvWriter,
+    JsonLinesWriter as JsonLinesWriter,
+    MetricPrinter as MetricPrinter,
+    MetricWriter as MetricWriter,
+    TensorBoardWriter as TensorBoardWriter,
+    WandbWriter as WandbWriter,
+)
+from fusco.fsdp.metrics import Metrics as Metrics, StepMetrics as StepMetrics
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.run_state import (
     AsyncSaver as AsyncSaver,
@@ -37,6 +46,7 @@ from fusco.fsdp.run_state import (
     load_run as load_run,
     save_run as save_run,
 )
+from fusco.fsdp.timed_dispatcher import TimedDispatcher as TimedDispatcher
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,

@@ -15,6 +15,7 @@ from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
+from fusco.fsdp.optimizer_checks import refuse_unsharded_optimizers
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
 from fusco.placement.batch import Balance
 
@@ -82,6 +83,7 @@ def parallelize(
     shard_dense(model, units, mesh, settled)
     prepare_adapters(model, name)
     refuse_data_parallel(model, name)
+    refuse_unsharded_optimizers(model)
     checkpoint_blocks((unit.block for unit in units), activation_checkpointing)
     if settled.has_prefetch:
         set_prefetch(model, units)

@@ -50,6 +50,13 @@ class TrainingJob:
     learning_rate: float  # of AdamW
     warmup_steps: int = 0  # steps of linear learning-rate warm-up; 0 for none
     router_loss: float = 0.01  # weight of ``balance_loss``, which evens out the experts' loads
+    architecture: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"  # of transformers; the latter has biases of experts
+    balance_rate: float = 0.0  # of ``update_expert_bias`` after each step; 0 for none
+    forces_balance: bool = False  # whether tokens go to experts in turn, for benchmarks
+    model: Path | None = None  # a folder of transformers to start from, instead of random weights of ``architecture``
+    eval_every: int = 25  # steps between losses of held-out text; there is one after the last step, too
+    sample_tokens: int = 64  # that the model writes at the end
+    export: Path | None = None  # where to write the model at the end, for ``from_pretrained``
     dropout: float = 0.0  # probability with which an attention probability is dropped
     # ``"fusco"`` or ``"torch"``, one run each, from the same weights and data
     dispatchers: tuple[str, ...] = ("fusco",)
@@ -82,9 +89,15 @@ class TrainingJob:
         for name in ("num_ranks", "ep_size", "tokens", "length", "num_steps", "learning_rate"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        for name in ("router_loss", "warmup_steps"):
+        for name in ("router_loss", "warmup_steps", "balance_rate"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if self.model is None and self.architecture == "glm4_moe" and self.router_loss:
+            raise ValueError(
+                f"glm4_moe has no router loss, got router_loss={self.router_loss}: set balance_rate instead"
+            )
+        if self.model is None and self.architecture == "qwen3_moe" and self.balance_rate:
+            raise ValueError(f"qwen3_moe has no bias to balance, got balance_rate={self.balance_rate}: take glm4_moe")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
-from fusco.fsdp.qwen3 import make_qwen3
+from fusco.fsdp.qwen3 import Qwen3Shape, make_qwen3
+from fusco.train.glm4 import make_glm4
 from fusco.train.job import TrainingJob
 from fusco.train.text import mix_seed
 
@@ -16,9 +21,9 @@ _STD = 0.02  # of initial weights, as in Qwen3
 
 
 def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher) -> nn.Module:
-    """Return a parallelized Qwen3-MoE; its weights depend on seed, shape and device type only, not on the ranks."""
+    """Return a parallelized model; its weights depend on seed, shape and device type only, not on the ranks."""
     with fsdp.parameters_on_meta():
-        model = make_qwen3(job.shape, use_cache=False, attention_dropout=job.dropout)
+        model = _make_bare(job)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp.parallelize(
         model,
@@ -28,7 +33,46 @@ def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher)
         activation_checkpointing=job.activation_checkpointing,
     )
     fsdp.materialize(model, mesh.device_type)
-    _fill(model, job.seed)
+    if job.model is None:
+        _fill(model, job.seed)
+    else:
+        fsdp.load_hugging_face(job.model, model)
+    return model
+
+
+def shape_of(folder: Path) -> Qwen3Shape:
+    """Return the sizes of the model of a folder, under the names of Qwen3's; ``ValueError`` if it has no experts."""
+    config: Any = importlib.import_module("transformers").AutoConfig.from_pretrained(folder).get_text_config()
+
+    def size(*names: str) -> int:
+        found = [getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)]
+        if not found:
+            raise ValueError(f"{folder} is of {config.model_type}, which has none of {', '.join(names)}: is it a MoE?")
+        return int(found[0])
+
+    return Qwen3Shape(
+        num_layers=size("num_hidden_layers"),
+        hidden=size("hidden_size"),
+        num_heads=size("num_attention_heads"),
+        num_key_value_heads=size("num_key_value_heads", "num_attention_heads"),
+        head_dim=getattr(config, "head_dim", None) or size("hidden_size") // size("num_attention_heads"),
+        num_experts=size("num_experts", "n_routed_experts", "num_local_experts"),
+        num_topk=size("num_experts_per_tok", "top_k_experts"),
+        moe_intermediate=size("moe_intermediate_size", "intermediate_size"),
+        vocab=size("vocab_size"),
+    )
+
+
+def _make_bare(job: TrainingJob) -> nn.Module:
+    """Return the model as transformers makes it."""
+    if job.model is None:
+        make = {"qwen3_moe": make_qwen3, "glm4_moe": make_glm4}[job.architecture]
+        return make(job.shape, use_cache=False, attention_dropout=job.dropout)
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(job.model)
+    if hasattr(config.get_text_config(), "attention_dropout"):
+        config.get_text_config().attention_dropout = job.dropout
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +15,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.core.config import Settings
+from fusco.core.stopwatch import SectionTimer
 from fusco.ranks.progress import ProgressReporter
 from fusco.train.balance_loss import balance_loss
+from fusco.train.evaluation import generate, held_out_loss
 from fusco.train.job import TrainingJob
 from fusco.train.model import make_model
-from fusco.train.observer import SECTIONS, ObservingDispatcher
+from fusco.train.observer import ObservingDispatcher
 from fusco.train.records import Run, StepRecord
 from fusco.train.saving import Saving, saving_run
-from fusco.train.text import load_text, make_batch, mix_seed
+from fusco.train.text import Corpus, load_corpus, make_batch, mix_seed
 
 _MAX_GRAD_NORM = 1.0
 
@@ -60,12 +60,13 @@ def train_rank(
     ``report`` is called after every step; ``keeps_routing`` gathers the routing of the last step on rank 0. Returns one
     run for each dispatcher. Steps are the same on all ranks; the other fields are those of rank 0.
     """
-    text, mesh = load_text(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
+    corpus, mesh = load_corpus(job), fsdp.build_mesh(job.ep_size, device_type=job.device)
     runs = []
     for name in job.dispatchers:
-        with _dispatcher(name, job, mesh) as inner:
+        with _dispatcher(name, job, mesh) as chosen:
+            inner = fsdp.BalancedDispatcher(chosen) if job.forces_balance else chosen
             observer = ObservingDispatcher(inner, SectionTimer(job.device), job.shape.num_layers, keeps_routing)
-            runs.append(_run(job, name, mesh, observer, text, report, saving))
+            runs.append(_run(job, name, mesh, observer, corpus, report, saving))
         gc.collect()  # modules and their hooks are cycles, and the next run needs their memory
         if job.device == "cuda":
             torch.cuda.empty_cache()
@@ -87,7 +88,7 @@ def _run(
     name: str,
     mesh: fsdp.EPMesh,
     observer: ObservingDispatcher,
-    text: torch.Tensor,
+    corpus: Corpus,
     report: Callable[[StepRecord], None],
     saving: Saving | None,
 ) -> Run:
@@ -96,31 +97,40 @@ def _run(
     model = make_model(job, mesh, observer).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     warmup = LambdaLR(optimizer, lambda index: min(1.0, (index + 1) / max(1, job.warmup_steps)))
+    observer.num_layers = len(fsdp.expert_loads(model))
+    metrics = fsdp.Metrics(model, mesh, optimizer=optimizer, dispatcher=observer)
     torch.manual_seed(mix_seed(job.seed, dist.get_rank()))  # of dropout
     steps = []
     with saving_run(saving, fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)) as saver:
         for index in range(saver.load(), job.num_steps):
-            batch = make_batch(text, job, dist.get_rank(), index).to(job.device)
+            batch = make_batch(corpus.train, job, dist.get_rank(), index).to(job.device)
             observer.start_step()
             _barrier()
-            start = time.perf_counter()
+            metrics.start(index)
             loss, router_loss = _losses(job, model, batch, mesh)
             (loss + router_loss).backward()  # type: ignore[no-untyped-call]
             norm = fsdp.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
             observer.synchronize()  # raises if rows did not arrive, before their gradients are used
             optimizer.step()
+            if job.balance_rate:
+                fsdp.update_expert_bias(model, job.balance_rate)
             warmup.step()
             optimizer.zero_grad()
-            mean_loss = float(fsdp.global_sum(loss, mesh))  # waits until the device has finished the step
-            step_s = time.perf_counter() - start
-            steps.append(_record(job, observer, name, index, (mean_loss, float(norm)), step_s))
+            measured = metrics.step(loss, job.tokens, norm)  # waits until the device has finished the step
+            is_due = (index + 1) % job.eval_every == 0 or index + 1 == job.num_steps
+            held_out = held_out_loss(model, corpus, job, mesh) if is_due else None
+            steps.append(StepRecord.of(name, measured, held_out))
             report(steps[-1])
             saver.save_if_due(index + 1, job.num_steps)
+    sample = generate(model, corpus, job) if job.sample_tokens else None
+    if job.export:
+        fsdp.save_hugging_face(job.export, model)
     return Run(
         steps=steps,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         peak_memory_bytes=torch.cuda.max_memory_allocated() if job.device == "cuda" else 0,
         routing=_gather_routing(job, observer) if observer.keeps_routing else None,
+        sample=sample,
     )
 
 
@@ -134,48 +144,14 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return this rank's part of the mean loss and of the router loss, in which all ranks have equal weight."""
     has_router_loss = job.router_loss > 0
-    out = model(input_ids=batch[:, :-1], use_cache=False, output_router_logits=has_router_loss)
+    more = {"output_router_logits": True} if has_router_loss else {}
+    out = model(input_ids=batch[:, :-1], use_cache=False, **more)
     targets = batch[:, 1:].flatten()
     loss_sum = nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), targets, reduction="sum")
     loss = fsdp.scale_loss(loss_sum, targets.numel(), mesh)
     if not has_router_loss:
         return loss, 0.0
     return loss, job.router_loss / job.num_ranks * balance_loss(out.router_logits, job.shape.num_topk)
-
-
-def _record(
-    job: TrainingJob, observer: ObservingDispatcher, name: str, index: int, of_all: tuple[float, float], step_s: float
-) -> StepRecord:
-    """Return the record of a step of all ranks, whose loss and norm ``of_all`` are; a collective."""
-    section_to_s = observer.clock.take_s(SECTIONS)
-    local = torch.tensor([step_s, *map(section_to_s.__getitem__, SECTIONS)], dtype=torch.float64, device="cpu")
-    gathered = [torch.empty_like(local) for _ in range(job.num_ranks)]
-    dist.all_gather(gathered, local)
-    ranks = torch.stack(gathered)
-    slowest_s = float(ranks[:, 0].max())
-    means_s = ranks.mean(0)[1:].tolist()
-    mean_ms = {f"{section}_ms": round(s * 1e3, 4) for section, s in zip(SECTIONS, means_s, strict=True)}
-    return StepRecord(
-        dispatcher=name,
-        step=index,
-        loss=round(of_all[0], 6),
-        gradient_norm=round(of_all[1], 6),
-        step_ms=round(slowest_s * 1e3, 4),
-        tokens_per_s=round(job.num_ranks * job.tokens / slowest_s),
-        shuffle_share=round(float((ranks[:, 1:].sum(1) / ranks[:, 0]).mean()), 4),
-        expert_imbalance=round(_imbalance(job, observer), 4),
-        **mean_ms,
-    )
-
-
-def _imbalance(job: TrainingJob, observer: ObservingDispatcher) -> float:
-    """Return rows of the busiest expert over those of the mean expert, mean over layers; a collective."""
-    local = torch.stack(observer.num_rows).cpu()
-    first = dist.get_rank() % job.ep_size * local.shape[1]
-    rows = torch.zeros(job.shape.num_layers, job.shape.num_experts, dtype=torch.int64, device="cpu")
-    rows[:, first : first + local.shape[1]] = local
-    dist.all_reduce(rows)
-    return float((rows.max(1).values / rows.double().mean(1)).mean())
 
 
 def _gather_routing(job: TrainingJob, observer: ObservingDispatcher) -> np.ndarray | None:

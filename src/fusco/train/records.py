@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusco.bench.harness.environment import Measurement, hardware, versions
+from fusco.fsdp.metrics import StepMetrics
+from fusco.fsdp.timed_dispatcher import SECTIONS
 from fusco.train.job import TrainingJob
-from fusco.train.observer import SECTIONS
 
 _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
@@ -43,11 +44,40 @@ class StepRecord(StepTimes):
     gradient_norm: float  # before clipping
     expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
 
+    load_cv: float  # coefficient of variation of the experts' rows, mean over layers
+    num_idle_experts: int  # of all layers
+    waiting_share: float  # of the step, mean over ranks: dispatch and combine beyond those of the rank that waits least
+    learning_rate: float
+    memory_gib: float  # peak of any rank: allocated on its GPU, else resident in main memory
+    held_out_loss: float | None = None  # after the step, if it was due
+
+    @classmethod
+    def of(cls, dispatcher: str, measured: StepMetrics, held_out: float | None) -> StepRecord:
+        """Return the record of a step from its metrics."""
+        names = ("gradient_norm", "load_cv", "num_idle_experts", "waiting_share", "shuffle_share", "memory_gib")
+        numbers: dict[str, Any] = {name: round(getattr(measured, name), 6) for name in names}
+        times: dict[str, Any] = {f"{section}_ms": round(ms, 4) for section, ms in measured.section_ms.items()}
+        return cls(
+            dispatcher=dispatcher,
+            step=measured.step - 1,
+            loss=round(measured.loss, 6),
+            step_ms=round(measured.step_ms, 4),
+            tokens_per_s=round(measured.tokens_per_s),
+            expert_imbalance=round(measured.busiest_expert, 4),
+            learning_rate=measured.learning_rate or 0.0,
+            held_out_loss=None if held_out is None else round(held_out, 6),
+            **numbers,
+            **times,
+        )
+
     def describe(self) -> str:
-        """Describe the step in one line."""
+        """Describe the step in one line of at most 80 columns."""
+        if self.held_out_loss is None:
+            what = f"{self.tokens_per_s:,} tokens/s, busiest {self.expert_imbalance:.2f}x"
+            return f"{self.dispatcher} {self.step + 1}: loss {self.loss:.3f}, {what}, shuffle {self.shuffle_share:.0%}"
         return (
-            f"{self.dispatcher}, step {self.step + 1}: loss {self.loss:.3f}, {self.tokens_per_s:,} tokens/s, dispatch "
-            f"and combine {self.shuffle_share:.0%}, busiest expert {self.expert_imbalance:.2f} x mean"
+            f"{self.dispatcher} {self.step + 1}: loss {self.loss:.3f}, held-out {self.held_out_loss:.3f}, "
+            f"{self.tokens_per_s:,} tokens/s, busiest {self.expert_imbalance:.2f}x"
         )
 
 
@@ -61,6 +91,7 @@ class RunRecord(StepTimes, Measurement):
     num_parameters: int  # of the whole model
     first_loss: float  # of the first step
     last_loss: float  # mean of the last ten steps
+    held_out_loss: float | None  # after the last step
     max_loss_difference: float  # the largest difference between the losses of a step of this run and of the first run
     num_warm_ups: int  # steps that medians exclude
     first_expert_imbalance: float
@@ -78,6 +109,11 @@ class Run:
     peak_memory_bytes: int  # on rank 0's GPU
     # of the last step, (tokens of all ranks by rank, num_layers, num_topk), if recorded
     routing: npt.NDArray[np.integer[Any]] | None
+    sample: tuple[str, str] | None = None  # a prompt, and what the model wrote after it
+
+
+def _paths(job: TrainingJob) -> dict[str, str | None]:
+    return {name: str(path) if (path := getattr(job, name)) else None for name in ("model", "export")}
 
 
 def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
@@ -101,10 +137,11 @@ def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecor
     step_ms = typical("step_ms")
     return RunRecord(
         dispatcher=steps[0].dispatcher,
-        job={**asdict(job), "text": str(job.text or "Python sources")},
+        job={**asdict(job), "text": str(job.text or "Python sources"), **_paths(job)},
         num_parameters=run.num_parameters,
         first_loss=steps[0].loss,
         last_loss=round(sum(last) / len(last), 4),
+        held_out_loss=steps[-1].held_out_loss,
         max_loss_difference=max(abs(a.loss - b.loss) for a, b in zip(steps, others, strict=True)),
         num_warm_ups=warm_ups,
         step_ms=step_ms,

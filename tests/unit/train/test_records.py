@@ -1,5 +1,7 @@
 """Environment in the record of a run."""
 
+import dataclasses
+
 import pytest
 import torch
 from test_job import make_job
@@ -22,6 +24,11 @@ def make_run(num_steps):
             tokens_per_s=100,
             shuffle_share=0.4,
             expert_imbalance=1.0,
+            load_cv=0.0,
+            num_idle_experts=0,
+            waiting_share=0.1,
+            learning_rate=1e-3,
+            memory_gib=0.5,
             **dict.fromkeys(TIMES, 1.0),
         )
         for step in range(num_steps)
@@ -40,3 +47,13 @@ def test_a_run_names_its_gpu_and_transformers(monkeypatch):
 def test_a_run_on_the_cpu_names_no_gpu():
     (record,) = summarize(make_job(), [make_run(2)])
     assert "gpu" not in record.hardware
+
+
+@pytest.mark.parametrize("held_out", [None, 12.345])
+def test_a_step_fits_into_80_columns(held_out):
+    """With a million tokens a second at step 99,999."""
+    (step,) = make_run(1).steps
+    large = {"step": 99_998, "loss": 12.345, "tokens_per_s": 1_234_567, "expert_imbalance": 16.0, "shuffle_share": 1.0}
+    text = dataclasses.replace(step, **large, held_out_loss=held_out).describe()
+    assert len(text) <= 80
+    assert all(word in text for word in ("99999", "12.345", "1,234,567 tokens/s", "16.00x"))

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.bench.harness.stopwatch import SectionTimer
 from fusco.bench.prefill.iterations import CallClock
-from fusco.fsdp import Arrival, Dispatcher, TorchDispatcher
-from fusco.fsdp.dispatcher import BalancedDispatcher
-
-
-@dataclass
-class TimedDispatcher:
-    """Wraps a dispatcher and marks the sections "dispatch" and "combine"."""
-
-    inner: Dispatcher  # the dispatcher that moves the rows
-    clock: SectionTimer
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.inner.group
-
-    def dispatch(self, *arguments: Any) -> Arrival:
-        with self.clock.timed("dispatch"):
-            return self.inner.dispatch(*arguments)
-
-    def copy_experts(self, *arguments: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        with self.clock.timed("dispatch"):
-            return cast("BalancedDispatcher", self.inner).copy_experts(*arguments)
-
-    def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        with self.clock.timed("combine"):
-            return self.inner.combine(y, arrival)
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
+from fusco.fsdp import Arrival, TorchDispatcher
 
 
 class TimedTransformersLayer:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusco.bench.harness.stopwatch import SectionTimer
+from fusco.core.stopwatch import SectionTimer
 
 _OUTLIER = 1.3  # times the median
 _MIB = 1 << 20

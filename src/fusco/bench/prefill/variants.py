@@ -19,7 +19,6 @@ import torch.distributed as dist
 from fusco.bench.prefill.dispatchers import (
     ReferenceDispatcher,
     ShuffleDispatcher,
-    TimedDispatcher,
     TimedTransformersLayer,
 )
 from fusco.bench.prefill.iterations import CallClock
@@ -31,7 +30,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
 from fusco.core.topology import Topology
 from fusco.cuda.tuning import FSDP_SMS
-from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TorchDispatcher
+from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TimedDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.placement.batch import Balance
 
