@@ -135,7 +135,7 @@ def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: Cluste
 
     for name in names:
         for call in ("dispatch", "combine"):
-            yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))  # type: ignore[arg-type]
+            yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))
 
 
 def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster) -> Demand:

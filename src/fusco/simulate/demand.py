@@ -141,7 +141,8 @@ class Demand:
             raise ValueError(f"a matrix of {self.topology.world_size} ranks is too large, at most {_MOST_RANKS} are")
         share = copies / self.topology.ranks_per_node
         spread = np.rint(self.node_rows * share).astype(np.int64)
-        return spread[:, np.array(self.topology.rank_to_node)]
+        by_rank: IntArray = spread[:, np.array(self.topology.rank_to_node)]
+        return by_rank
 
     @property
     def remote_rows(self) -> int:
@@ -165,4 +166,5 @@ class Demand:
             return of_ranks * self.bytes_per_row
         np.add.at(of_ranks, nodes, self.node_rows)
         scale = self.expert_copies if has_duplicates else 1.0
-        return np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row
+        of_nodes: IntArray = np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row
+        return of_nodes

@@ -1,0 +1,70 @@
+"""Predictions beside a network whose rate is set, not fitted: dispatch, combine and all-to-all on a testbed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fusco.bench.inputs.traffic import Trace, Workload
+from fusco.bench.simulation.laws import demand_of
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+from fusco.simulate import load_cluster, simulate
+
+_HEADERS = 0.993  # of packets of 9000 bytes
+_WITHIN = 0.10
+_EXPERTS, _TOPK = 128, 8
+
+
+def bench(*arguments: str) -> list[dict]:
+    command = [sys.executable, "-m", "fusco", "bench", *arguments, "--iterations", "3", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def predicted(
+    shape: tuple[int, int], mbit: int, pattern: str, tokens: int, hidden: int
+) -> dict[tuple[str, str], float]:
+    """Dispatch and combine with lanes (``fusco``) and without, ms."""
+    topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])
+    workload = Workload(
+        pattern=pattern,
+        topology=topology,
+        placement=ExpertPlacement.contiguous(_EXPERTS, topology.world_size),
+        tokens=tokens,
+        hidden=hidden,
+        num_topk=_TOPK,
+        trace=Trace.load(None, None, 0) if pattern == "trace" else None,
+    )
+    cluster = load_cluster("testbed").resized(*shape).with_values("the rate that is set", nic_gbs=mbit / 8e3 * _HEADERS)
+    demand = demand_of(workload)
+    return {
+        (name, call): simulate(cluster, demand, name, call).makespan_ms
+        for name in ("fusco", "no-lanes")
+        for call in ("dispatch", "combine")
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "mbit", "tokens"),
+    [((2, 2), 200, 256), ((4, 2), 500, 256)],
+    ids=["2x2 at 200 Mbit/s", "4x2 at 500 Mbit/s"],
+)
+def test_shuffles_take_the_time_that_is_predicted(shape, mbit, tokens):
+    patterns, hidden = ("uniform", "single-node", "imbalanced", "trace"), 4096
+    place = ("--testbed", f"{shape[0]}x{shape[1]}", "--rate", f"{mbit}mbit")
+    sizes = ("--tokens", str(tokens), "--hidden", str(hidden), "--variants", "fusco,no-lanes")
+    records = bench("shuffle", *place, *sizes, "--traffic", ",".join(patterns))
+    assert {record["traffic"] for record in records} == set(patterns)
+    wrong = []
+    for record in records:
+        times = predicted(shape, mbit, record["traffic"], tokens, hidden)
+        for call in ("dispatch", "combine"):
+            expected, measured = times[record["variant"], call], record[f"{call}_ms"]
+            if abs(expected / measured - 1) > _WITHIN:
+                wrong.append(f"{record['traffic']}, {record['variant']}, {call}: {expected:.1f} for {measured:.1f} ms")
+    assert not wrong
