@@ -16,6 +16,7 @@ from fusco.simulate import load_cluster, simulate
 
 _HEADERS = 0.993  # of packets of 9000 bytes
 _WITHIN = 0.10
+_MOST_OF_OTHERS = 0.15  # of the cores: where other processes take more, times are not the network's
 _EXPERTS, _TOPK = 128, 8
 
 
@@ -51,7 +52,7 @@ def predicted(
 
 @pytest.mark.parametrize(
     ("shape", "mbit", "tokens"),
-    [((2, 2), 200, 256), ((4, 2), 500, 256)],
+    [((2, 2), 200, 1024), ((4, 2), 500, 1024)],
     ids=["2x2 at 200 Mbit/s", "4x2 at 500 Mbit/s"],
 )
 def test_shuffles_take_the_time_that_is_predicted(shape, mbit, tokens):
@@ -60,6 +61,8 @@ def test_shuffles_take_the_time_that_is_predicted(shape, mbit, tokens):
     sizes = ("--tokens", str(tokens), "--hidden", str(hidden), "--variants", "fusco,no-lanes")
     records = bench("shuffle", *place, *sizes, "--traffic", ",".join(patterns))
     assert {record["traffic"] for record in records} == set(patterns)
+    if (busy := max(record["other_cores_share"] for record in records)) > _MOST_OF_OTHERS:
+        pytest.skip(f"other processes took {busy:.0%} of the cores meanwhile")
     wrong = []
     for record in records:
         times = predicted(shape, mbit, record["traffic"], tokens, hidden)
