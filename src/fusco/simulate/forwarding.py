@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from fusco.core.lanes import IntArray, Runs
-from fusco.planner.balancer import BALANCERS
 from fusco.simulate.cluster import Cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.flows import Hop, Program
@@ -38,7 +37,7 @@ class Forwarding:
     def program(self, demand: Demand, cluster: Cluster, call: Call) -> Program:
         """Return the hops of a dispatch or a combine."""
         traffic = demand.traffic_with(cluster.nic_shares)
-        runs = traffic.lanes_of(BALANCERS[self.balancer](traffic)).runs
+        runs = traffic.lanes_of(demand.chosen_by(self.balancer, cluster.nic_shares)).runs
         size, latency = demand.bytes_per_row, cluster.latency_us
         held, own = self._distribution(demand, runs)
         is_remote = np.any(held) or len(runs.src)

@@ -48,6 +48,7 @@ def scaled(demand: Demand, factor: float) -> Demand:
         exact_rank_rows=None if demand.exact_rank_rows is None else times(demand.exact_rank_rows),
         exact_pair_rows=None if demand.exact_pair_rows is None else times(demand.exact_pair_rows),
         expert_rows=times(demand.expert_rows),
+        _chosen={},
     )
 
 
