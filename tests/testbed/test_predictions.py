@@ -28,9 +28,7 @@ def bench(*arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def predicted(
-    shape: tuple[int, int], mbit: int, pattern: str, tokens: int, hidden: int
-) -> dict[tuple[str, str], float]:
+def predicted(shape: tuple[int, int], mbit: int, pattern: str, tokens: int) -> dict[tuple[str, str], float]:
     """Dispatch and combine with lanes (``fusco``) and without, ms."""
     topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])
     workload = Workload(
