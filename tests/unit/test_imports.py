@@ -80,6 +80,12 @@ def test_neither_backend_imports_the_other():
     assert "cpu" not in imports["cuda"]
 
 
+def test_the_simulator_is_pure_and_only_commands_and_benchmarks_import_it():
+    imports = part_to_imports()
+    assert imports["simulate"] <= {"planner", "placement", "schedule", "core"}
+    assert {part for part, names in imports.items() if "simulate" in names} <= {"cli", "bench"}
+
+
 def test_nothing_lies_loose_at_the_top():
     loose = {path.name for path in PACKAGE.iterdir() if path.is_file()}
     assert loose == {"__init__.py", "__main__.py", "py.typed"}

@@ -62,6 +62,28 @@ class ClusterOptions:
         return "fluid" if num_ranks <= _MOST_FLUID_RANKS else "bound"
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Files of the first system's results."""
+
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write spans of the first system's ranks, for Perfetto.",
+        ),
+    ] = None
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write the first system's dispatch for other simulators: .goal, .cm (htsim) or .et (Chakra).",
+        ),
+    ] = None
+
+
 @options.with_groups
 def simulate(
     *,
@@ -81,22 +103,7 @@ def simulate(
     ] = None,
     device: Annotated[options.Device, typer.Option(help="Device that --measure measures.")] = "cpu",
     json: options.JsonFile = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write spans of the first system's ranks, for Perfetto.",
-        ),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write the first system's dispatch for other simulators: .goal, .cm (htsim) or .et (Chakra).",
-        ),
-    ] = None,
+    files: FileOptions,
 ) -> None:
     """Predict how long a dispatch and a combine take on a cluster, what binds, and what each part of fusco brings.
 
@@ -123,10 +130,10 @@ def simulate(
     if len(cases) == 1:
         cluster, demand = cases[0]
         print_gains(cluster, demand, results[0], of.tier_of(demand.topology.world_size), expert_bytes, console)
-    if timeline:
-        write_timeline(results[0], timeline)
-    if export:
-        _export(*cases[0], names[0], export)
+    if files.timeline:
+        write_timeline(results[0], files.timeline)
+    if files.export:
+        _export(*cases[0], names[0], files.export)
     write_json_lines(results, json)
 
 
@@ -135,7 +142,7 @@ def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: Cluste
 
     for name in names:
         for call in ("dispatch", "combine"):
-            yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))  # type: ignore[arg-type]
+            yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))
 
 
 def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster) -> Demand:

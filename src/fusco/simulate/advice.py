@@ -1,4 +1,4 @@
-"""Which part of fusco brings what on a cluster: each part's time with it and without, and what replicas cost and save."""
+"""Which part of fusco brings what on a cluster: times with each part and without, what replicas cost and save."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def gains_of_parts(cluster: Cluster, demand: Demand, tier: Tier = "fluid") -> It
     for part, *systems in PARTS:
         for name in systems:
             if name not in times:
-                calls = (simulate(cluster, demand, name, call, tier) for call in ("dispatch", "combine"))  # type: ignore[arg-type]
+                calls = (simulate(cluster, demand, name, call, tier) for call in ("dispatch", "combine"))
                 times[name] = sum(each.makespan_ms for each in calls)
         yield PartGain(part=part, without_ms=times[systems[0]], with_ms=times[systems[1]])
 

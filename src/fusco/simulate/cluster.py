@@ -123,12 +123,11 @@ class Cluster:
     def resized(self, nodes: int | None = None, ranks_per_node: int | None = None) -> Cluster:
         """Return the same cluster with other numbers of nodes or ranks."""
         changed = ranks_per_node not in (None, self.ranks_per_node)
-        shape = {"nodes": nodes or self.nodes, "ranks_per_node": ranks_per_node or self.ranks_per_node}
         if changed and self.nic_shares:
             raise ValueError(
                 f"{self.name} has NICs for {self.ranks_per_node} ranks of a node, not for {ranks_per_node}"
             )
-        return replace(self, **shape)
+        return replace(self, nodes=nodes or self.nodes, ranks_per_node=ranks_per_node or self.ranks_per_node)
 
     def with_values(self, source: str, **values: float) -> Cluster:
         """Return the same cluster with other constants."""

@@ -6,15 +6,18 @@ Shape symbols as in ``fusco.planner``: R ranks, N nodes, L ranks of a node, E ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusco.core.lanes import IntArray
+from fusco.core.groups import Groups
+from fusco.core.lanes import IntArray, Lanes
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
+from fusco.planner.balancer import BALANCERS
 from fusco.planner.forwarding import mark_destinations
 from fusco.planner.traffic import Traffic
 
@@ -50,6 +53,7 @@ class Demand:
     exact_pair_rows: IntArray | None = None
     expert_rows: IntArray
     expert_to_rank: IntArray
+    _chosen: dict[Any, Groups | Lanes] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_routing(
@@ -126,6 +130,12 @@ class Demand:
         links = [nic_shares] * self.topology.num_nodes if nic_shares and len(set(nic_shares)) > 1 else None
         return Traffic.from_counts(self.topology, self.node_rows, links)  # type: ignore[arg-type]
 
+    def chosen_by(self, balancer: str, nic_shares: tuple[int, ...]) -> Groups | Lanes:
+        """Return what a balancer of fusco chooses for these rows, by name; it is asked once."""
+        if (key := (balancer, nic_shares)) not in self._chosen:
+            self._chosen[key] = BALANCERS[balancer](self.traffic_with(nic_shares))
+        return self._chosen[key]
+
     @cached_property
     def rank_rows(self) -> IntArray:
         """Distinct rows from rank to rank, int64 (R, R); spread evenly over the ranks of a node if unknown."""
@@ -141,7 +151,8 @@ class Demand:
             raise ValueError(f"a matrix of {self.topology.world_size} ranks is too large, at most {_MOST_RANKS} are")
         share = copies / self.topology.ranks_per_node
         spread = np.rint(self.node_rows * share).astype(np.int64)
-        return spread[:, np.array(self.topology.rank_to_node)]
+        by_rank: IntArray = spread[:, np.array(self.topology.rank_to_node)]
+        return by_rank
 
     @property
     def remote_rows(self) -> int:
@@ -165,4 +176,5 @@ class Demand:
             return of_ranks * self.bytes_per_row
         np.add.at(of_ranks, nodes, self.node_rows)
         scale = self.expert_copies if has_duplicates else 1.0
-        return np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row
+        of_nodes: IntArray = np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row
+        return of_nodes

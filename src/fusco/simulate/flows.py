@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from fusco.core.lanes import IntArray
 from fusco.simulate.links import LinkTable
-from fusco.simulate.maxmin import run_flows
+from fusco.simulate.maxmin import Network, new_state, run_flows
 
 FloatArray = npt.NDArray[np.float64]
 _NUM_SAMPLES = 256
@@ -138,7 +138,7 @@ def lay_out(program: Program, table: LinkTable, slice_bytes: int | None = None) 
         builder.gates(num_ranks * num_slices[i], hop.latency_us) if waits_of[i] - {"all"} else -1
         for i, hop in enumerate(program.hops)
     ]
-    columns: list[tuple[IntArray, ...]] = []
+    columns: list[tuple[Any, ...]] = []
     opened: list[IntArray] = []  # (gate, flow)
     routes: list[IntArray] = []
     num_flows = 0
@@ -225,19 +225,29 @@ def run(flows: Flows, table: LinkTable, quantum_us: float | None = None) -> Outc
     busiest_us = float(loads.max(initial=0.0))
     if quantum_us is None:
         quantum_us = busiest_us * _QUANTUM if num_flows > _EXACT else 0.0
-    times, of_links = np.zeros((2, num_flows)), np.zeros((2, num_links))
     samples, width = np.zeros((_NUM_SAMPLES, num_links)), max(busiest_us, 1e-3) / _NUM_SAMPLES
     gate_first, gate_flows, pending = flows.starts
-    starts = (gate_first, gate_flows, pending.copy())
-    arguments = (flows.first, flows.links, flows.sizes, starts, flows.ends, flows.gates, table.capacity)
-    num_done, num_updates, width = run_flows(*arguments, quantum_us, width, times, of_links, samples)
+    network = Network(
+        flows.first,
+        flows.links,
+        flows.sizes[0],
+        flows.sizes[1],
+        gate_first,
+        gate_flows,
+        flows.ends,
+        flows.gates[1],
+        table.capacity,
+    )
+    state = new_state(network, pending, flows.gates[0])
+    width = run_flows(network, state, quantum_us, width, samples)
+    *_, num_done, num_updates = state.numbers.tolist()
     if num_done < num_flows:
         raise ValueError(f"{num_flows - num_done} of {num_flows} flows wait for each other")
     return Outcome(
-        start_us=times[0],
-        end_us=times[1],
-        link_bytes=of_links[0],
-        link_peak=of_links[1],
+        start_us=state.times[0],
+        end_us=state.times[1],
+        link_bytes=state.of_links[0],
+        link_peak=state.of_links[1],
         samples=samples,
         sample_us=width,
         num_updates=num_updates,

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from fusco.core.lanes import IntArray, Runs
-from fusco.planner.balancer import BALANCERS
 from fusco.simulate.cluster import Cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.flows import Hop, Program
@@ -38,7 +37,7 @@ class Forwarding:
     def program(self, demand: Demand, cluster: Cluster, call: Call) -> Program:
         """Return the hops of a dispatch or a combine."""
         traffic = demand.traffic_with(cluster.nic_shares)
-        runs = traffic.lanes_of(BALANCERS[self.balancer](traffic)).runs
+        runs = traffic.lanes_of(demand.chosen_by(self.balancer, cluster.nic_shares)).runs
         size, latency = demand.bytes_per_row, cluster.latency_us
         held, own = self._distribution(demand, runs)
         is_remote = np.any(held) or len(runs.src)
@@ -58,7 +57,7 @@ class Forwarding:
             _matrix(own * size, demand, name="own rows to their ranks", latency_us=latency),
         ]
         # A hop waits for what arrives at its rank; in two collectives in turn, so do the node's own rows.
-        after = {1: (0,), 2: () if self.is_pipelined else (0,)} if is_remote else {}
+        after: dict[int, tuple[int, ...]] = {1: (0,), 2: () if self.is_pipelined else (0,)} if is_remote else {}
         if call == "combine":
             hops = [_reversed(hop) for hop in hops]
             after = {0: (1,) if self.is_pipelined else (1, 2)} if is_remote else {}
@@ -131,9 +130,11 @@ class Forwarding:
 def _expert_rows(demand: Demand) -> IntArray:
     """Return the expert-major rows of each rank, int64 (R,)."""
     if demand.exact_pair_rows is not None:
-        return demand.exact_pair_rows.sum(axis=0)
+        exact: IntArray = demand.exact_pair_rows.sum(axis=0)
+        return exact
     per_node = demand.node_rows.sum(axis=0) * demand.expert_copies / demand.topology.ranks_per_node
-    return np.rint(per_node[np.array(demand.topology.rank_to_node)]).astype(np.int64)
+    spread: IntArray = np.rint(per_node[np.array(demand.topology.rank_to_node)]).astype(np.int64)
+    return spread
 
 
 def _matrix(to_locals: IntArray, demand: Demand, *, name: str, latency_us: float, is_sliced: bool = False) -> Hop:

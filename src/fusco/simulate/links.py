@@ -79,9 +79,9 @@ class LinkTable:
         """Capacity of each link, bytes per us, float64 (L,)."""
         return np.concatenate([capacities for _, capacities in self._blocks.values()])
 
-    def first_of(self, kind: LinkKind) -> int:
+    def first_of(self, kind: str) -> int:
         """Return the number of the first link of a kind."""
-        return self._blocks[kind][0]
+        return self._blocks[kind][0]  # type: ignore[index]
 
     def slice_of(self, kind: LinkKind) -> slice:
         """Return the numbers of the links of a kind."""
@@ -90,9 +90,9 @@ class LinkTable:
 
     def link(self, number: int) -> Link:
         """Return what a number means."""
-        for kind, (first, capacities) in self._blocks.items():
-            if number < first + len(capacities):
-                break
+        kind, first = next(
+            (kind, first) for kind, (first, rates) in self._blocks.items() if number < first + len(rates)
+        )
         at, local = number - first, self.topology.ranks_per_node
         if kind == "pair":
             src, to = divmod(at, local)
@@ -123,14 +123,14 @@ class LinkTable:
             same = local[sender] == local[receiver]
             columns += [
                 np.where(same, none, self.first_of(each) + local[end])
-                for each, end in (("rail-up", sender), ("rail-down", receiver))  # type: ignore[arg-type]
+                for each, end in (("rail-up", sender), ("rail-down", receiver))
             ]
         if "leaf-up" in self._blocks:
             leaf = node // self.cluster.fabric.nodes_per_leaf
             same = leaf[sender] == leaf[receiver]
             columns += [
                 np.where(same, none, self.first_of(each) + leaf[end])
-                for each, end in (("leaf-up", sender), ("leaf-down", receiver))  # type: ignore[arg-type]
+                for each, end in (("leaf-up", sender), ("leaf-down", receiver))
             ]
         return np.stack(columns, axis=1)
 

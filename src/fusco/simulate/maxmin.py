@@ -8,7 +8,7 @@ Shape symbols: F flows, L links, G gates, P entries of all routes, B samples.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,38 +45,79 @@ def _pop(keys: Any, items: Any, size: int) -> int:
     return size
 
 
+class Network(NamedTuple):
+    """What does not change while flows run.
+
+    ``first`` int64 (F + 1,) and ``links`` (P,): the links of flow ``f`` are ``links[first[f] : first[f + 1]]``.
+    ``num_bytes`` and ``weight`` float64 (F,). ``gate_first`` int64 (G + 1,) and ``gate_flows``: the flows that gate
+    ``g`` lets start. ``ends`` int64 (F, 4): three gates that a flow counts down, and the flow that follows it; -1 for
+    none. ``delay`` float64 (G,): from the last flow that a gate waits for until it opens. ``capacity`` float64 (L,),
+    bytes in a unit of time.
+    """
+
+    first: Any
+    links: Any
+    num_bytes: Any
+    weight: Any
+    gate_first: Any
+    gate_flows: Any
+    ends: Any
+    delay: Any
+    capacity: Any
+
+
+class State(NamedTuple):
+    """What changes. ``pending`` int64 (F,): gates and flows that a flow waits for; ``count`` (G,): flows of a gate.
+
+    ``left``, ``rate`` float64 (F,). ``heap`` (2, G + 1): gates that will open, the first of them first. ``active`` and
+    ``ready`` int64 (F,): flows that run, and that may start. ``slots`` (P,): entries of each link's active flows, from
+    ``begin[link]`` on, ``num_on[link]`` of them; ``place`` (P,): where an entry is; ``flow_of`` (P,): its flow.
+    ``work`` (5, L): capacity and weight left, keys and items of the heap of links, flows without a rate.
+    ``numbers`` (5,): active flows, ready flows, gates in the heap, flows that ended, updates of rates.
+    ``times`` (2, F): start and end of each flow. ``of_links`` (2, L): bytes and highest rate of each link.
+    """
+
+    pending: Any
+    count: Any
+    left: Any
+    rate: Any
+    heap: Any
+    active: Any
+    ready: Any
+    slots: Any
+    begin: Any
+    num_on: Any
+    place: Any
+    flow_of: Any
+    work: Any
+    numbers: Any
+    times: Any
+    of_links: Any
+
+
+_ACTIVE, _READY, _OPENING, _ENDED, _UPDATES = range(5)
+
+
 @compiled()
-def fill(first: Any, links: Any, weight: Any, active: Any, on_link: Any, rate: Any, capacity: Any, work: Any) -> None:
-    """Set ``rate`` of the active flows; ``work[0]`` is what remains of each link.
+def _fill(network: Any, state: Any) -> None:
+    """Set the rate of the active flows; ``work[0]`` is what remains of each link.
 
     Step 1: each link's share is its capacity over the weights of its flows. Step 2: the link with the least share is
     full: its flows have that share, which is taken off their other links. Step 3: repeat with the flows that are left.
-
-    Args:
-        first, links: int64 (F + 1,) and (P,), the links of flow ``f`` are ``links[first[f] : first[f + 1]]``.
-        weight: float64 (F,), of each flow.
-        active: int64 (number of active flows,).
-        on_link: three int64 arrays: entries of each link's active flows, (P,), from ``begin[link]`` on, (L + 1,); the
-            flow of each entry, (P,).
-        rate: float64 (F,), result.
-        capacity: float64 (L,).
-        work: float64 (5, L), scratch: capacity and weight left, keys and items of the heap, number of flows.
     """
-    left, load, keys, items, count = work[0], work[1], work[2], work[3], work[4]
-    left[:], load[:], count[:] = capacity, 0.0, 0.0
-    for i in range(len(active)):
-        flow = active[i]
-        rate[flow] = -1.0
+    left, load, keys, items, count = state.work[0], state.work[1], state.work[2], state.work[3], state.work[4]
+    first, links = network.first, network.links
+    left[:], load[:], count[:] = network.capacity, 0.0, 0.0
+    for i in range(state.numbers[_ACTIVE]):
+        flow = state.active[i]
+        state.rate[flow] = -1.0
         for entry in range(first[flow], first[flow + 1]):
-            load[links[entry]] += weight[flow]
+            load[links[entry]] += network.weight[flow]
             count[links[entry]] += 1.0
-        if first[flow] == first[flow + 1]:
-            rate[flow] = np.inf
     size = 0
-    for link in range(len(capacity)):
+    for link in range(len(count)):
         if count[link] > 0:
             size = _push(keys, items, size, left[link] / load[link], link)
-    slots, begin, flow_of = on_link
     while size > 0:
         key, link = keys[0], int(items[0])
         size = _pop(keys, items, size)
@@ -85,21 +126,24 @@ def fill(first: Any, links: Any, weight: Any, active: Any, on_link: Any, rate: A
         share = max(left[link], 0.0) / load[link]
         if share > key * (1.0 + _ROUNDING):
             size = _push(keys, items, size, share, link)
+        else:
+            _fill_link(network, state, link, share)
+
+
+@compiled()
+def _fill_link(network: Any, state: Any, link: int, share: float) -> None:
+    """Give the flows of a full link their share, and take it off their other links."""
+    left, load, count = state.work[0], state.work[1], state.work[4]
+    for at in range(state.begin[link], state.begin[link] + state.num_on[link]):
+        flow = state.flow_of[state.slots[at]]
+        if state.rate[flow] >= 0.0:
             continue
-        at = begin[link]
-        remaining = count[link]
-        while remaining > 0.5:
-            flow = flow_of[slots[at]]
-            at += 1
-            if rate[flow] >= 0.0:
-                continue
-            rate[flow] = share * weight[flow]
-            remaining -= 1.0
-            for entry in range(first[flow], first[flow + 1]):
-                other = links[entry]
-                left[other] -= rate[flow]
-                load[other] -= weight[flow]
-                count[other] -= 1.0
+        state.rate[flow] = share * network.weight[flow]
+        for entry in range(network.first[flow], network.first[flow + 1]):
+            other = network.links[entry]
+            left[other] -= state.rate[flow]
+            load[other] -= network.weight[flow]
+            count[other] -= 1.0
 
 
 @compiled()
@@ -122,164 +166,154 @@ def _sample(samples: Any, width: float, begin: float, end: float, used: Any) -> 
 
 
 @compiled()
-def _add_to_links(flow: int, first: Any, links: Any, on_link: Any, num_on: Any, place: Any) -> None:
-    slots, begin, _ = on_link
+def _start(network: Any, state: Any, flow: int, now: float) -> None:
+    """Start a flow; one without bytes or links ends at once."""
+    first, links = network.first, network.links
+    state.times[0, flow] = now
+    if state.left[flow] <= 0 or first[flow] == first[flow + 1]:
+        _end(network, state, flow, now)
+        return
+    state.active[state.numbers[_ACTIVE]] = flow
+    state.numbers[_ACTIVE] += 1
     for entry in range(first[flow], first[flow + 1]):
         link = links[entry]
-        place[entry] = begin[link] + num_on[link]
-        slots[place[entry]] = entry
-        num_on[link] += 1
+        state.place[entry] = state.begin[link] + state.num_on[link]
+        state.slots[state.place[entry]] = entry
+        state.num_on[link] += 1
 
 
 @compiled()
-def _take_off_links(flow: int, first: Any, links: Any, on_link: Any, num_on: Any, place: Any) -> None:
-    slots, begin, _ = on_link
-    for entry in range(first[flow], first[flow + 1]):
-        link = links[entry]
-        num_on[link] -= 1
-        last = slots[begin[link] + num_on[link]]
-        slots[place[entry]], place[last] = last, place[entry]
-
-
-@compiled()
-def _finish(flow: int, at: float, ends: Any, count: Any, delay: Any, heap: Any, size: int) -> int:
-    """Count down the gates of a flow that has ended; returns the size of the heap of gates that will open."""
-    for i in range(ends.shape[1]):
-        gate = ends[flow, i]
+def _end(network: Any, state: Any, flow: int, at: float) -> None:
+    """End a flow: count down its gates, and let the flow that follows it start."""
+    state.left[flow], state.times[1, flow] = 0.0, at
+    state.numbers[_ENDED] += 1
+    for i in range(3):
+        gate = network.ends[flow, i]
         if gate >= 0:
-            count[gate] -= 1
-            if count[gate] == 0:
-                size = _push(heap[0], heap[1], size, at + delay[gate], gate)
-    return size
+            state.count[gate] -= 1
+            if state.count[gate] == 0:
+                state.numbers[_OPENING] = _push(
+                    state.heap[0], state.heap[1], state.numbers[_OPENING], at + network.delay[gate], gate
+                )
+    if network.ends[flow, 3] >= 0:
+        _release(state, network.ends[flow, 3])
 
 
 @compiled()
-def run_flows(
-    first: Any,
-    links: Any,
-    sizes: Any,
-    starts: Any,
-    ends: Any,
-    gates: Any,
-    capacity: Any,
-    quantum: float,
-    width: float,
-    times: Any,
-    of_links: Any,
-    samples: Any,
-) -> Any:
-    """Run all flows; returns the number of flows that ended, the number of updates of rates and the samples' width.
+def _release(state: Any, flow: int) -> None:
+    """Note that one of the things that a flow waits for is there."""
+    state.pending[flow] -= 1
+    if state.pending[flow] == 0:
+        state.ready[state.numbers[_READY]] = flow
+        state.numbers[_READY] += 1
 
-    Args:
-        first, links: as in ``fill``.
-        sizes: float64 (2, F), bytes and weight of each flow.
-        starts: three int64 arrays: the flows of gate ``g`` are ``flows[first[g] : first[g + 1]]``: ``first`` (G + 1,),
-            ``flows``; and the gates and flows that each flow waits for, (F,), which are counted down.
-        ends: int64 (F, 4), three gates that a flow counts down, and the flow that follows it; -1 for none.
-        gates: float64 (2, G), flows that a gate waits for, and the time from the last of them until it opens.
-        capacity: float64 (L,), bytes in a unit of time.
-        quantum: rates are updated at most this often; flows that end in between end at the right time.
-        width: time of a sample at first.
-        times: float64 (2, F), result: start and end of each flow.
-        of_links: float64 (2, L), result: bytes and the highest rate of each link.
-        samples: float64 (B, L), result: bytes of each link in each sample.
-    """
-    num_flows, num_links, num_gates = len(first) - 1, len(capacity), gates.shape[1]
-    gate_first, gate_flows, pending = starts
-    on_link = (np.empty(len(links), np.int64), np.zeros(num_links + 1, np.int64), np.empty(len(links), np.int64))
-    slots, begin, flow_of = on_link
-    for flow in range(num_flows):
-        for entry in range(first[flow], first[flow + 1]):
-            flow_of[entry] = flow
-            begin[links[entry] + 1] += 1
-    for link in range(num_links):
-        begin[link + 1] += begin[link]
-    num_on, place = np.zeros(num_links, np.int64), np.empty(len(links), np.int64)
-    work, rate = np.zeros((5, num_links)), np.zeros(num_flows)
-    heap = np.zeros((2, num_gates + 1))
-    left, weight = sizes[0].copy(), sizes[1]
-    active, where = np.empty(num_flows, np.int64), np.full(num_flows, -1)
-    ready, count = np.empty(num_flows, np.int64), gates[0].copy()
-    num_active, num_done, num_ready, size, num_updates, now = 0, 0, 0, 0, 0, 0.0
-    for gate in range(num_gates):
-        if count[gate] == 0:
-            size = _push(heap[0], heap[1], size, gates[1, gate], gate)
-    for flow in range(num_flows):
-        if pending[flow] == 0:
-            ready[num_ready] = flow
-            num_ready += 1
-    while True:
-        # Step 1: start what may start; flows without bytes or links end at once and may let others start.
-        while num_ready > 0 or (size > 0 and heap[0, 0] <= now):
-            if num_ready == 0:
-                gate = int(heap[1, 0])
-                size = _pop(heap[0], heap[1], size)
-                for i in range(gate_first[gate], gate_first[gate + 1]):
-                    pending[gate_flows[i]] -= 1
-                    if pending[gate_flows[i]] == 0:
-                        ready[num_ready] = gate_flows[i]
-                        num_ready += 1
-                continue
-            num_ready -= 1
-            flow = ready[num_ready]
-            times[0, flow] = now
-            if left[flow] > 0 and first[flow] < first[flow + 1]:
-                active[num_active], where[flow] = flow, num_active
-                num_active += 1
-                _add_to_links(flow, first, links, on_link, num_on, place)
-                continue
-            times[1, flow] = now
-            num_done += 1
-            size = _finish(flow, now, ends[:, :3], count, gates[1], heap, size)
-            follower = ends[flow, 3]
-            if follower >= 0:
-                pending[follower] -= 1
-                if pending[follower] == 0:
-                    ready[num_ready] = follower
-                    num_ready += 1
-        if num_active == 0:
-            if size == 0:
-                return num_done, num_updates, width
-            now = heap[0, 0]
+
+@compiled()
+def _start_all(network: Any, state: Any, now: float) -> None:
+    """Open the gates that are due, and start all flows that may start."""
+    numbers = state.numbers
+    while numbers[_READY] > 0 or (numbers[_OPENING] > 0 and state.heap[0, 0] <= now):
+        if numbers[_READY] > 0:
+            numbers[_READY] -= 1
+            _start(network, state, state.ready[numbers[_READY]], now)
             continue
-        # Step 2: rates, and the time until which they hold.
-        fill(first, links, weight, active[:num_active], on_link, rate, capacity, work)
-        num_updates += 1
+        gate = int(state.heap[1, 0])
+        numbers[_OPENING] = _pop(state.heap[0], state.heap[1], numbers[_OPENING])
+        for i in range(network.gate_first[gate], network.gate_first[gate + 1]):
+            _release(state, network.gate_flows[i])
+
+
+@compiled()
+def _move(network: Any, state: Any, samples: Any, width: float, now: float, until: float) -> None:
+    """Move bytes until a time; flows that have none left end, each at its own time."""
+    first, links, i = network.first, network.links, 0
+    while i < state.numbers[_ACTIVE]:
+        flow = state.active[i]
+        needed = state.left[flow] / state.rate[flow]
+        if needed > (until - now) * (1.0 + _ROUNDING) + _ROUNDING * until:
+            state.left[flow] -= state.rate[flow] * (until - now)
+            i += 1
+            continue
+        ended = min(now + needed, until)
+        at = min(int(ended / width), len(samples) - 1)
+        state.numbers[_ACTIVE] -= 1
+        state.active[i] = state.active[state.numbers[_ACTIVE]]
+        for entry in range(first[flow], first[flow + 1]):
+            link = links[entry]
+            state.of_links[0, link] += network.num_bytes[flow]
+            samples[at, link] -= state.rate[flow] * (until - ended)
+            state.num_on[link] -= 1
+            last = state.slots[state.begin[link] + state.num_on[link]]
+            state.slots[state.place[entry]], state.place[last] = last, state.place[entry]
+        _end(network, state, flow, ended)
+
+
+@compiled()
+def _begin(network: Any, state: Any) -> None:
+    """Note gates and flows that wait for nothing."""
+    numbers = state.numbers
+    for gate in range(len(state.count)):
+        if state.count[gate] == 0:
+            numbers[_OPENING] = _push(state.heap[0], state.heap[1], numbers[_OPENING], network.delay[gate], gate)
+    for flow in range(len(state.pending)):
+        if state.pending[flow] == 0:
+            state.ready[numbers[_READY]] = flow
+            numbers[_READY] += 1
+
+
+@compiled()
+def run_flows(network: Any, state: Any, quantum: float, width: float, samples: Any) -> float:
+    """Run all flows; returns the width of samples, which is ``width`` at first.
+
+    Rates are updated whenever flows start or end, but ``quantum`` apart at least: flows that end in between end at
+    the right time, and what they leave is taken up at the next update. Results are in ``state`` and in ``samples``,
+    float64 (B, L), the bytes of each link in each sample.
+    """
+    numbers, now = state.numbers, 0.0
+    _begin(network, state)
+    while True:
+        _start_all(network, state, now)
+        if numbers[_ACTIVE] == 0:
+            if numbers[_OPENING] == 0:
+                return width
+            now = state.heap[0, 0]
+            continue
+        _fill(network, state)
+        numbers[_UPDATES] += 1
         until = np.inf
-        for i in range(num_active):
-            until = min(until, left[active[i]] / rate[active[i]])
+        for i in range(numbers[_ACTIVE]):
+            until = min(until, state.left[state.active[i]] / state.rate[state.active[i]])
         until = now + until + quantum
-        if size > 0:
-            until = max(min(until, heap[0, 0]), now)
-        used = capacity - work[0]
-        for link in range(num_links):
-            if num_on[link] == 0:
-                used[link] = 0.0
-            of_links[1, link] = max(of_links[1, link], used[link])
+        if numbers[_OPENING] > 0:
+            until = max(min(until, state.heap[0, 0]), now)
+        used = network.capacity - state.work[0]
+        for link in range(len(used)):
+            used[link] = used[link] if state.num_on[link] else 0.0
+            state.of_links[1, link] = max(state.of_links[1, link], used[link])
         width = _sample(samples, width, now, until, used)
-        # Step 3: move bytes; flows that have none left end.
-        i = 0
-        while i < num_active:
-            flow = active[i]
-            needed = left[flow] / rate[flow]
-            if needed > (until - now) * (1.0 + _ROUNDING) + 1e-12 * until:
-                left[flow] -= rate[flow] * (until - now)
-                i += 1
-                continue
-            ended = min(now + needed, until)
-            at = min(int(ended / width), len(samples) - 1)
-            for entry in range(first[flow], first[flow + 1]):
-                of_links[0, links[entry]] += sizes[0, flow]
-                samples[at, links[entry]] -= rate[flow] * (until - ended)
-            left[flow], times[1, flow] = 0.0, ended
-            num_done, num_active = num_done + 1, num_active - 1
-            active[i] = active[num_active]
-            _take_off_links(flow, first, links, on_link, num_on, place)
-            size = _finish(flow, ended, ends[:, :3], count, gates[1], heap, size)
-            follower = ends[flow, 3]
-            if follower >= 0:
-                pending[follower] -= 1
-                if pending[follower] == 0:
-                    ready[num_ready] = follower
-                    num_ready += 1
+        _move(network, state, samples, width, now, until)
         now = until
+
+
+def new_state(network: Network, pending: Any, count: Any) -> State:
+    """Return the state before the first flow starts."""
+    num_flows, num_links, num_entries = len(network.weight), len(network.capacity), len(network.links)
+    on_link = np.bincount(network.links, minlength=num_links)
+    return State(
+        pending=pending.astype(np.int64),
+        count=count.astype(np.int64),
+        left=network.num_bytes.copy(),
+        rate=np.zeros(num_flows),
+        heap=np.zeros((2, len(count) + 1)),
+        active=np.zeros(num_flows, np.int64),
+        ready=np.zeros(num_flows, np.int64),
+        slots=np.zeros(num_entries, np.int64),
+        begin=np.append(0, on_link.cumsum())[:-1].astype(np.int64),
+        num_on=np.zeros(num_links, np.int64),
+        place=np.zeros(num_entries, np.int64),
+        flow_of=np.repeat(np.arange(num_flows), np.diff(network.first)),
+        work=np.zeros((5, num_links)),
+        numbers=np.zeros(5, np.int64),
+        times=np.zeros((2, num_flows)),
+        of_links=np.zeros((2, num_links)),
+    )

@@ -51,7 +51,7 @@ def messages_of(program: Program, num_ranks: int) -> Messages:
             moves = (src != dst) & (hop.num_bytes > 0)
             if not moves.any() and kind != hop.kind:
                 continue
-            parts.append(Hop(name=hop.name, kind=kind, src=src[moves], dst=dst[moves], num_bytes=hop.num_bytes[moves]))  # type: ignore[arg-type]
+            parts.append(Hop(name=hop.name, kind=kind, src=src[moves], dst=dst[moves], num_bytes=hop.num_bytes[moves]))
             after.append(before)
             before = (*before, len(parts) - 1)
         last[i] = before[-1:]

@@ -218,7 +218,7 @@ def _spans(of: _Run) -> list[RankSpan]:
 
 def _balancer_load(name: str, demand: Demand, of: _Run, *, is_detailed: bool) -> BalancerLoad:
     traffic = demand.traffic_with(of.cluster.nic_shares)
-    chosen = BALANCERS[name](traffic)
+    chosen = demand.chosen_by(name, of.cluster.nic_shares)
     if isinstance(chosen, Lanes):
         sent, received = chosen.sent_rows, chosen.received_rows
     else:

@@ -1,14 +1,12 @@
 """Ends of flows by SimGrid, for the test of its name: reads problems as JSON from stdin, writes lists of times.
 
-Run by a Python that has SimGrid's bindings. A problem has ``capacity`` of links, ``routes`` (the links of each flow) and
+Run by a Python that has SimGrid's bindings. A problem has ``capacity`` of links, ``routes`` (links of each flow) and
 ``num_bytes`` of flows, which all start at once. Model CM02 without latencies is max-min fair sharing.
 """
 
 import json
 import multiprocessing
 import sys
-
-from simgrid import Actor, Comm, Engine, LinkInRoute, NetZone
 
 _SETTINGS = (
     "network/model:CM02",
@@ -21,6 +19,8 @@ _SETTINGS = (
 
 
 def run(problem):
+    from simgrid import Actor, Comm, Engine, LinkInRoute, NetZone  # noqa: PLC0415  pytest collects this file without it
+
     engine = Engine(["oracle", *(f"--cfg={each}" for each in _SETTINGS), "--log=root.thres:critical"])
     zone = NetZone.create_full_zone("zone")
     links = [zone.create_link(f"link{i}", [rate]).set_latency(0).seal() for i, rate in enumerate(problem["capacity"])]
@@ -45,4 +45,4 @@ def run(problem):
 if __name__ == "__main__":
     problems = json.load(sys.stdin)
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # SimGrid allows one engine a process
-        print("RESULT " + json.dumps(pool.map(run, problems, chunksize=1)))
+        sys.stdout.write("RESULT " + json.dumps(pool.map(run, problems, chunksize=1)) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def demand_of(workload: Workload) -> Demand:
     drawn = min(tokens, max(64, _MOST_DRAWN // topology.world_size)) if workload.batch is None else tokens
     factor = tokens / drawn
     if factor > 1:
-        workload = Workload(**{**vars(workload), "tokens": drawn})
+        workload = replace(workload, tokens=drawn)
     routing = [workload.routing(rank).topk_idx for rank in range(topology.world_size)]
     name = pattern if factor == 1 else f"{pattern}, {drawn} of {tokens} tokens of a rank drawn"
     demand = Demand.of_routing(name, routing, workload.placement, topology, workload.bytes_per_token)
@@ -35,11 +36,19 @@ def demand_of(workload: Workload) -> Demand:
 
 def scaled(demand: Demand, factor: float) -> Demand:
     """Return a demand with as many times the rows, rounded."""
-    counts = ("num_tokens", "node_rows", "exact_rank_rows", "exact_pair_rows", "expert_rows")
-    of = vars(demand)
-    return Demand(
-        **{each: of[each] for each in Demand.__dataclass_fields__ if each not in counts},
-        **{each: None if of[each] is None else np.rint(of[each] * factor).astype(np.int64) for each in counts},
+
+    def times(counts: IntArray) -> IntArray:
+        more: IntArray = np.rint(counts * factor).astype(np.int64)
+        return more
+
+    return replace(
+        demand,
+        num_tokens=times(demand.num_tokens),
+        node_rows=times(demand.node_rows),
+        exact_rank_rows=None if demand.exact_rank_rows is None else times(demand.exact_rank_rows),
+        exact_pair_rows=None if demand.exact_pair_rows is None else times(demand.exact_pair_rows),
+        expert_rows=times(demand.expert_rows),
+        _chosen={},
     )
 
 
@@ -95,7 +104,7 @@ def grouped_gate(
 def imbalanced(
     topology: Topology, tokens: int, num_experts: int, num_topk: int, remote_share: IntArray | Any, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Draw experts of which a token has all on this node or all on others; ``remote_share[r]`` of rank ``r``'s leave."""
+    """Draw experts so that tokens have all on this node or all on others: ``remote_share[r]`` of rank ``r``'s."""
     num_nodes = topology.num_nodes
     draws = np.random.default_rng(seed).integers(0, 1 << 62, topology.world_size)
     return [
@@ -129,8 +138,8 @@ def _draw_gate(seed: int, tokens: int, groups: int, of_group: int, num_topk: int
             of_groups[worst] = np.inf
             scores[worst * of_group : (worst + 1) * of_group] = -1.0
         for k in range(num_topk):
-            expert = scores.argmax()
-            ids[token, k], scores[expert] = expert, -1.0
+            ids[token, k] = scores.argmax()
+            scores[ids[token, k]] = -1.0
     return ids
 
 

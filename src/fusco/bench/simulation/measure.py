@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,13 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
         if size < 2:
             continue
         to, source = peers(1, kind)[0], peers(-1, kind)[0]
-        seconds = _slowest(group, lambda to=to, source=source: _exchange(group, to, source, _NUM_BYTES, device), device)
+        seconds = _slowest(group, partial(_exchange, group, to, source, _NUM_BYTES, device), device)
         where = f"measured: {_NUM_BYTES:,} bytes {kind} nodes, every rank both ways at once"
         constants[name] = Constant(
             value=_NUM_BYTES / seconds / 1e9, source=where.replace("within nodes", "within a node")
         )
         if kind == "between" or "latency_us" not in constants:
-            small = _slowest(group, lambda to=to, source=source: _exchange(group, to, source, 8, device), device)
+            small = _slowest(group, partial(_exchange, group, to, source, 8, device), device)
             constants["latency_us"] = Constant(value=small * 1e6, source=f"measured: 8 bytes {kind} nodes")
             constants["stage_us"] = Constant(value=small * 1e6, source="as latency_us")
     rows = torch.empty(_NUM_BYTES // 4096, 1024, device=device)

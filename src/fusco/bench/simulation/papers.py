@@ -22,6 +22,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.schedule import lower_bound_bytes, make_schedule, schedule_us
 from fusco.simulate import Cluster, Demand, load_cluster, simulate
 from fusco.simulate.exchanges import links_of
+from fusco.simulate.run import Tier
 
 _NUM_DRAWS = 5  # of FAST's matrices; the median counts
 _TOKENS, _EXPERTS, _TOPK, _ROW = 16384, 256, 8, 14336  # FUSCO, Table 2; bf16 is assumed
@@ -110,7 +111,7 @@ def _fusco_ms(row: dict[str, Any]) -> float:
 
 
 def _both_ms(cluster: Cluster, demand: Demand, name: str) -> float:
-    return sum(simulate(cluster, demand, name, call).makespan_ms for call in ("dispatch", "combine"))  # type: ignore[arg-type]
+    return sum(simulate(cluster, demand, name, call).makespan_ms for call in ("dispatch", "combine"))
 
 
 @lru_cache(maxsize=3)
@@ -138,7 +139,8 @@ def fast_matrix(entries: str, num_ranks: int, mb_per_rank: float, skew: float, s
         weights = values.astype(np.float64) ** -skew
         matrix = random.choice(values, shape, p=weights / weights.sum()).astype(np.float64)
     np.fill_diagonal(matrix, 0)
-    return np.rint(matrix * (mb_per_rank * 1e6 * num_ranks / matrix.sum())).astype(np.int64)
+    scaled: IntArray = np.rint(matrix * (mb_per_rank * 1e6 * num_ranks / matrix.sum())).astype(np.int64)
+    return scaled
 
 
 def _fast_gbs(row: dict[str, Any]) -> float:
@@ -155,9 +157,9 @@ def _fast_ms(row: dict[str, Any], name: str, seed: int) -> float:
     matrix = fast_matrix(row["entries"], topology.world_size, row["mb"], row.get("skew", 0.0), seed)
     if name == "fast":
         return schedule_us(make_schedule(matrix, topology), links_of(cluster)) / 1e3
-    tier = "bound" if name in ("nccl", "deepep", "padded") else "fluid"
+    tier: Tier = "bound" if name in ("nccl", "deepep", "padded") else "fluid"
     system = {"nccl": "direct-pxn", "deepep": "no-balancer"}.get(name, name)
-    return simulate(cluster, Demand.of_matrix("FAST", matrix, topology), system, "dispatch", tier).makespan_ms  # type: ignore[arg-type]
+    return simulate(cluster, Demand.of_matrix("FAST", matrix, topology), system, "dispatch", tier).makespan_ms
 
 
 def _over_bound(row: dict[str, Any]) -> float:

@@ -18,7 +18,7 @@ _TRANSFER = re.compile(r"\s*l(\d+): (send|recv) (\d+)b (?:to|from) (\d+) tag (\d
 
 
 def write_goal(messages: Messages, path: Path) -> None:
-    """Write a program: message ``i`` is label ``2 i`` at its sender and ``2 i + 1`` at its receiver, its tag is ``i``."""
+    """Write a program: message ``i`` is label ``2 i`` of its sender and ``2 i + 1`` of its receiver, with tag ``i``."""
     lines = [f"num_ranks {messages.num_ranks}", ""]
     for rank in range(messages.num_ranks):
         lines.append(f"rank {rank} {{")

@@ -1,0 +1,25 @@
+"""``fusco simulate --measure``: the ranks of a job write their cluster, which is read back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fusco.simulate import load_cluster
+
+
+@pytest.mark.multirank
+def test_a_job_measures_its_cluster(tmp_path):
+    path = tmp_path / "mine.toml"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusco"]
+    shape = ["--nodes", "2", "--ranks-per-node", "1"]
+    done = subprocess.run(
+        [*launch, "simulate", "--measure", path, *shape], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    cluster = load_cluster(str(path))
+    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("mine", 2, 1)
+    assert set(cluster.constants) == {"nic_gbs", "latency_us", "stage_us", "memory_gbs"}
+    assert all(constant.value > 0 and constant.source for constant in cluster.constants.values())

@@ -1,0 +1,75 @@
+"""``fusco simulate``: a run, sweeps, files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fusco.cli.main import app
+
+SMALL = ("--cluster", "h100x8", "--ranks-per-node", "2", "--tokens", "64", "--hidden", "128")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ("simulate", *arguments), env={"COLUMNS": "160"})
+
+
+def test_a_run_says_what_binds_and_what_parts_bring(tmp_path):
+    out, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
+    done = run(*SMALL, "--nodes", "2", "--traffic", "trace", "--json", str(out), "--timeline", str(trace))
+    assert done.exit_code == 0, done.output
+    assert "what binds fusco: " in done.output
+    assert "deduplication" in done.output
+    assert "break-even" in done.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(record["system"], record["call"]) for record in records[:2]] == [
+        ("fusco", "dispatch"),
+        ("fusco", "combine"),
+    ]
+    assert all(record["kind"] == "simulation" and record["tier"] == "fluid" for record in records)
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2, 3}
+
+
+def test_a_sweep_has_a_line_for_each_size(tmp_path):
+    out = tmp_path / "out.jsonl"
+    sweep = ("--nodes", "2,4", "--sweep-tokens", "16,64", "--systems", "fusco,nccl", "--traffic", "uniform")
+    done = run(*SMALL, *sweep, "--json", str(out))
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {(record["nodes"], record["tokens"]) for record in records} == {(2, 64), (2, 256), (4, 128), (4, 512)}
+
+
+def test_many_ranks_are_answered_by_bounds(tmp_path):
+    out = tmp_path / "out.jsonl"
+    many = ("--cluster", "gb200-nvl72", "--nodes", "20", "--traffic", "skewed", "--systems", "no-lanes")
+    done = run(*many, "--json", str(out))
+    assert done.exit_code == 0, done.output
+    record = json.loads(out.read_text().splitlines()[0])
+    assert record["ranks"] == 1440
+    assert record["tier"] == "bound"
+    assert len(out.read_text()) < 2_000_000
+
+
+@pytest.mark.parametrize("suffix", ["goal", "cm"])
+def test_an_export_is_written(tmp_path, suffix):
+    path = tmp_path / f"plan.{suffix}"
+    assert run(*SMALL, "--nodes", "2", "--export", str(path)).exit_code == 0
+    assert path.read_text().startswith({"goal": "num_ranks 4", "cm": "Nodes 4"}[suffix])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cluster", "none"), "'none' is no file .toml and none of"),
+        (("--nodes", "0"), "--nodes needs positive integers, got '0'"),
+        (("--systems", "none"), "system 'none' is not one of"),
+        (("--nodes", "200", "--traffic", "trace"), "--traffic trace is for at most 1024 ranks"),
+        (("--measure", "cluster.toml"), "run it under torchrun"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert message in str(done.exception)
