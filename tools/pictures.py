@@ -1,7 +1,7 @@
 """Pictures of the page of ``fusco explore`` for the documentation: PNG files of single views, made in a browser.
 
-``python tools/pictures.py FOLDER`` needs playwright and a browser (``FUSCO_BROWSER``, or one of ``BROWSERS``). A picture
-is of the plan of a prefill on 8 nodes of 8 ranks, in the fonts of the machine.
+``python tools/pictures.py FOLDER`` needs playwright and a browser (``FUSCO_BROWSER``, or one of ``BROWSERS``).
+Pictures are of the plan of a prefill on 8 nodes of 8 ranks, in the fonts of the machine.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def explore(
     and layer, stages over time, a replay; and what records or a simulation have.
     """
     from fusco.explore import Page
-    from fusco.explore.records import facts_of as record_facts, record_views, title_of
+    from fusco.explore.records import facts_of as record_facts, record_views, subtitle_of, title_of
     from fusco.explore.wording import plural
     from fusco.placement import Balance
     from fusco.schedule import Links
@@ -72,7 +72,8 @@ def explore(
         records = [record for path in results for record in _read_lines(path)]
         if not records:
             raise ValueError(f"{', '.join(map(str, results))} has no records")
-        views, facts, title = record_views(records, balance), record_facts(records), title_of(records)
+        views, facts = record_views(records, balance), record_facts(records)
+        title, subtitle = title_of(records), subtitle_of(records)
     if not results or any(option not in _OF_PAGE for option in options.given_options(context)):
         topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
         (planned,) = workload.workloads([traffic], topology)
@@ -80,7 +81,7 @@ def explore(
         links = Links(latency_us=latency_us, internode_gbs=internode_gbs)
         views += plan_views(planned, balancer, balance, links, layers)
         title = title or f"One dispatch on {plural(nodes, 'node')} of {plural(ranks_per_node, 'rank')}"
-        facts, subtitle = facts or facts_of(planned), describe(planned)
+        facts, subtitle = facts or facts_of(planned), " ".join([subtitle, describe(planned)]).strip()
     _write(Page(title=title, subtitle=subtitle, facts=facts, views=views, origin=_origin()), out)
     new_console().print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser")
 

@@ -43,10 +43,21 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
     if one is None:
         return {}
     facts = {"cluster": one["cluster"]} if "cluster" in one else {}
-    names = {"traffic": "traffic", "nodes": "nodes", "ranks_per_node": "ranks a node"}
+    names = {"nodes": "nodes", "ranks_per_node": "ranks a node"}
+    if "traffic" in one:
+        facts["traffic"] = one["traffic"].partition(":")[0]
     facts |= {label: str(one[name]) for name, label in names.items() if name in one}
     tokens = one.get("all_tokens", one.get("tokens") if "cluster" in one else None)
     return facts | ({"tokens of all ranks": f"{tokens:,}"} if tokens else {})
+
+
+def subtitle_of(records: Sequence[Record]) -> str:
+    """Return what the page's head says below the title."""
+    one = next((record for record in records if _kind(record) == "simulation"), None)
+    if one is None:
+        return ""
+    law = one["traffic"].partition(": ")[2]
+    return "Predicted by a model, not measured." + (f" Traffic by law: {law}." if law else "")
 
 
 def title_of(records: Sequence[Record]) -> str:

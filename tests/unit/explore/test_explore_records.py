@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from explored import simulation, variant
 
-from fusco.explore.records import facts_of, record_views, title_of
+from fusco.explore.records import facts_of, record_views, subtitle_of, title_of
 from fusco.placement import Balance
 
 
@@ -126,6 +126,10 @@ def test_titles_and_facts_of_records():
     assert title_of([simulation()]) == "What two would do"
     assert title_of([variant("fusco", 1, 1)]) == "Measured on ranks"
     assert title_of([variant("fusco", 1, 1), simulation()]) == "Predicted and measured"
+    by_law = simulation(traffic="skewed: nodes Gamma(8)")
+    assert facts_of([by_law])["traffic"] == "skewed"
+    assert subtitle_of([by_law]) == "Predicted by a model, not measured. Traffic by law: nodes Gamma(8)."
+    assert subtitle_of([variant("fusco", 1, 1)]) == ""
     facts = {"traffic": "trace", "nodes": "2", "ranks a node": "2"}
     assert facts_of([simulation()]) == {"cluster": "two", **facts, "tokens of all ranks": "40"}
     assert facts_of([variant("fusco", 1, 1)]) == {**facts, "tokens of all ranks": "4,096"}

@@ -178,9 +178,9 @@ function loadStrip(view, of, up, down, largest, about) {
   const title = el("h3", {}, of.name, " ", ...(of.is_chosen ? [el("span", { class: "tag" }, "in use")] : []));
   const moved = of.moved_rows ? `; moves ${digits(of.moved_rows)} rows within nodes` : "";
   const ways = of.send_ratio
-    ? `sends ${of.send_ratio.toFixed(2)}, receives ${of.receive_ratio.toFixed(2)} `
-    : "the busiest rank, ";
-  const text = `${ways}of the bound${moved}`;
+    ? `sends ${of.send_ratio.toFixed(2)}, receives ${of.receive_ratio.toFixed(2)} of the bound`
+    : "busiest rank over the bound";
+  const text = `${ways}${moved}`;
   const header = el(
     "header",
     {},
@@ -210,6 +210,18 @@ function busiestOf(loads, count) {
 
 /** @param {LinksView} view */
 function linksTable(view) {
+  if (!view.balancers[0].sends.length) {
+    const known = (/** @type {number} */ ratio) => (ratio ? figure(ratio) : "-");
+    return {
+      head: ["balancer", "busiest over the bound", "sends", "receives"],
+      rows: view.balancers.map((each) => [
+        each.name,
+        figure(each.over_bound),
+        known(each.send_ratio),
+        known(each.receive_ratio),
+      ]),
+    };
+  }
   const all = [
     "busiest over the bound",
     ...view.balancers.flatMap((each) => [figure(each.send_ratio), figure(each.receive_ratio)]),
