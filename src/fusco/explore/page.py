@@ -23,6 +23,7 @@ SCRIPTS = (
     "experts.js",
     "time.js",
     "replay.js",
+    "sweep.js",
     "results.js",
     "page.js",
 )

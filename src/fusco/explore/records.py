@@ -46,9 +46,19 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
     names = {"nodes": "nodes", "ranks_per_node": "ranks a node"}
     if "traffic" in one:
         facts["traffic"] = one["traffic"].partition(":")[0]
-    facts |= {label: str(one[name]) for name, label in names.items() if name in one}
-    tokens = one.get("all_tokens", one.get("tokens") if "cluster" in one else None)
-    return facts | ({"tokens of all ranks": f"{tokens:,}"} if tokens else {})
+    same = [each for each in records if _kind(each) == _kind(one)]
+    facts |= {label: _span([each[name] for each in same]) for name, label in names.items() if name in one}
+    tokens = "all_tokens" if "all_tokens" in one else "tokens" if "cluster" in one else ""
+    return facts | ({"tokens of all ranks": _span([each[tokens] for each in same])} if tokens else {})
+
+
+def _span(values: Sequence[int]) -> str:
+    """Return a value, or the least and the greatest.
+
+    >>> _span([8, 8]), _span([8, 1024, 32])
+    ('8', '8 to 1,024')
+    """
+    return f"{min(values):,}" + (f" to {max(values):,}" if max(values) > min(values) else "")
 
 
 def subtitle_of(records: Sequence[Record]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fusco.core.placement import ExpertPlacement
 from fusco.explore.experts import experts_view
+from fusco.explore.sweep import sweep_view
 from fusco.explore.traffic import MAX_CELLS, copies_of, links_of, node_matrix
 from fusco.explore.views import (
     BalancerLoads,
@@ -37,11 +38,17 @@ _NIC = re.compile(r"nic-(out|in) of (rank|node) (\d+)")
 def simulation_views(results: Sequence[Result], balance: Balance) -> list[View]:
     """Return the views of results: the times of all, and of one dispatch, fusco's if it is there, the rest.
 
+    With a sweep, its times are a view of their own, and all others are of that dispatch's size.
+
     Views whose figures a result lacks are left out, as those over time with tier ``"bound"``.
     """
     one = next((each for each in results if (each["system"], each["call"]) == ("fusco", "dispatch")), results[0])
+    sweep = sweep_view(results)
+    same = ("traffic", "nodes", "ranks_per_node", "tokens")
+    shown = [each for each in results if all(each[name] == one[name] for name in same)] if sweep else results
     views: list[View | None] = [
-        runs_of(results),
+        sweep,
+        runs_of(shown),
         _copies(one),
         _links(one),
         _matrix(one),

@@ -173,6 +173,24 @@ class RunsView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Series:
+    """Times of a system in ms, one for each place on the axis; ``None`` if unknown."""
+
+    name: str
+    ms: list[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepView(View):
+    """Times over what varies: ``places`` are numbers of ``axis``, ascending."""
+
+    kind: Literal["sweep"] = field(default="sweep", init=False)
+    axis: str
+    places: list[int]
+    series: list[Series]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One result, predicted and measured. ``role``: ``"train"`` if constants were fitted to it, else ``"test"``."""
 

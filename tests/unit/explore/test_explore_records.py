@@ -117,6 +117,39 @@ def test_fitted_rows_are_last_and_no_test():
     assert views_of(rows[0])["predictions"].title == "1 predictions, all of results that constants were fitted to"
 
 
+def sweep(times, axis="nodes"):
+    """Results of systems at 2, 4 and 8 nodes, or tokens a rank; ``None`` is no result."""
+    return [
+        simulation(system, makespan_ms=ms, **({"nodes": place} if axis == "nodes" else {"tokens": 4 * place}))
+        for system, of_system in times.items()
+        for place, ms in zip((2, 4, 8), of_system, strict=True)
+        if ms is not None
+    ]
+
+
+def test_a_sweep_over_nodes_or_tokens_has_a_view_and_the_rest_is_of_one_size():
+    for axis, named in (("nodes", "nodes"), ("tokens", "tokens a rank")):
+        views = views_of(*sweep({"fusco": (1.0, 2.0, 4.0), "nccl": (3.0, 2.0, None)}, axis))
+        view = views["sweep"]
+        assert (view.axis, view.places) == (named, [2, 4, 8])
+        assert {each.name: each.ms for each in view.series} == {"fusco": [1.0, 2.0, 4.0], "nccl": [3.0, 2.0, None]}
+        assert view.title == f"None is faster than fusco; the next takes 3.0 times as long at 2 {named}"
+        assert [run.variant for run in views["runs"].runs] == ["fusco", "nccl"]
+
+
+def test_a_sweep_says_where_fusco_is_slower():
+    titles = [
+        views_of(*sweep({"fusco": (2.0, 2.0, 2.0), "nccl": of}))["sweep"].title
+        for of in ((1.0, 3.0, 5.0), (1.0, 1.0, 1.0), (None, None, None))
+    ]
+    assert titles == [
+        "fusco is not the fastest at 2 nodes; the next takes 2.5 times as long at 8",
+        "fusco is not the fastest at 2, 4, 8 nodes",
+        "fusco from 2 to 8 nodes",
+    ]
+    assert facts_of(sweep({"fusco": (1.0, 2.0, 4.0)}))["nodes"] == "2 to 8"
+
+
 def test_an_unknown_record_is_named():
     with pytest.raises(ValueError, match=r"no view shows a record with the fields height, width, \.\.\."):
         record_views([{"height": 1, "width": 2}], Balance(2))

@@ -1,7 +1,7 @@
 // Puts the heading and the views on the page.
 
 /** @typedef {CopiesView | MatrixView | LinksView | ExpertsView} PlanView */
-/** @typedef {TimelineView | ReplayView | RunsView | PredictionsView | ConstantsView | PlanView} AnyView */
+/** @typedef {TimelineView | ReplayView | RunsView | SweepView | PredictionsView | ConstantsView | PlanView} AnyView */
 /**
  * @typedef {object} PageData
  * @property {string} title
@@ -28,6 +28,8 @@ function draw(view) {
       return drawReplay(view);
     case "runs":
       return drawRuns(view);
+    case "sweep":
+      return drawSweep(view);
     case "predictions":
       return drawPredictions(view);
     case "constants":
