@@ -41,7 +41,8 @@ def _nodes(result: Mapping[str, Any]) -> int:
 
 
 def _tokens(result: Mapping[str, Any]) -> int:
-    return round(result["tokens"] / result["ranks"])
+    tokens: int = round(result["tokens"] / result["ranks"])
+    return tokens
 
 
 def _finding(series: Sequence[Series], places: Sequence[int], axis: str) -> str:

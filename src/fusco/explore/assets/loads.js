@@ -58,7 +58,8 @@ function drawCopies(view) {
  * @param {number[]} up @param {number[]} down empty for none
  * @param {number} bound
  * @param {[number, number]} largest up and down, in all strips
- * @param {{group: number, label: (i: number) => string, words: [string, string], bound: string}} about
+ * @param {{group: number, label: (i: number) => string, words: [string, string], bound: string,
+ *   choose?: (i: number) => void}} about
  */
 function strip(name, up, down, bound, largest, about) {
   const scale = (down.length ? 126 : 72) / (largest[0] + largest[1] || 1);
@@ -104,8 +105,14 @@ function strip(name, up, down, bound, largest, about) {
         write(context, about.label(i * together), left + i * cell, bottom);
     },
   );
+  const barAt = (/** @type {number} */ x) => Math.floor(((x - left) * up.length) / (made.box.clientWidth - left - 56));
+  const { choose } = about;
+  if (choose) {
+    made.box.classList.add("picks");
+    made.canvas.addEventListener("click", (event) => choose(barAt(event.offsetX)));
+  }
   explain(made.canvas, (x) => {
-    const i = Math.floor(((x - left) * up.length) / (made.box.clientWidth - left - 56));
+    const i = barAt(x);
     if (!(i >= 0 && i < up.length)) return "";
     const said = [[about.words[0], up[i]], ...(down.length ? [[about.words[1], down[i]]] : [])];
     const lines = said.map(([word, value]) => `${word} ${short(Number(value) / bound)} of the ${about.bound}`);
@@ -144,11 +151,18 @@ function drawLinks(view) {
           label: (/** @type {number} */ i) => `${what} ${first + i}`,
           words: /** @type {[string, string]} */ (["sends", "receives"]),
           bound: "bound",
+          choose: what === "node" ? chooseNode : undefined,
         };
         return loadStrip(view, each, pick(each.sends), pick(each.receives), [up, down], about);
       }),
     );
   };
+  /** @param {number} i */
+  function chooseNode(i) {
+    if (!node || i < 0 || i >= nodes) return;
+    node.input.value = String(i);
+    show();
+  }
   show();
   node?.input.addEventListener("input", show);
   const legend = el(
