@@ -100,8 +100,11 @@ class OwnerTables:
 
     @cached_property
     def is_identity(self) -> bool:
-        """True if each expert has one owner, the physical expert of the same number."""
-        return np.array_equal(self.owners, np.arange(self.num_experts))
+        """True if each expert has one owner, the physical expert of the same number, and no place is empty.
+
+        Ids of empty places would pass for experts otherwise.
+        """
+        return self.num_physical == self.num_experts and np.array_equal(self.owners, np.arange(self.num_experts))
 
     def quotas(self, counts: IntArray) -> IntArray:
         """Return the rows that each owner takes by its share, int64 (C,), by largest remainder, lower ranks first.

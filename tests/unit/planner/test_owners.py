@@ -71,3 +71,5 @@ def test_one_place_of_each_expert_in_order_needs_no_choice():
     assert OwnerTables.of(ExpertPlacement.replicated([[0, 1], [2, 3]]), 0, topology).is_identity
     assert not OwnerTables.of(ExpertPlacement.replicated([[0, 2], [1, 3]]), 0, topology).is_identity
     assert not OwnerTables.of(ExpertPlacement.replicated([[0, 1, -1], [2, 3, -1]]), 0, topology).is_identity
+    # Id 2 is no expert, although there is a physical expert 2.
+    assert not OwnerTables.of(ExpertPlacement.replicated([[0, 1], [-1, -1]]), 0, topology).is_identity
