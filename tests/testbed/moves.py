@@ -23,7 +23,7 @@ import torch.distributed as dist
 import fusco
 from fusco.placement import plan_moves
 
-PLACES, NUM_MOVES, NUM_ROUNDS, NUM_ITERATIONS = 5, 4, 3, 4
+PLACES, NUM_MOVES, NUM_ROUNDS, NUM_ITERATIONS = 5, 4, 2, 4
 NUM_TOKENS, HIDDEN, STEP_BYTES = 256, 1024, 1 << 17
 
 

