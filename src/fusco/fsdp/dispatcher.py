@@ -66,7 +66,7 @@ class Dispatcher(Protocol):
 
 
 @runtime_checkable
-class BalancedDispatcher(Dispatcher, Protocol):
+class CopyingDispatcher(Dispatcher, Protocol):
     """A dispatcher that can even out the work of a batch by copies of busy experts."""
 
     def dispatch(

@@ -101,7 +101,7 @@ class FuscoDispatcher:
         weights: Mapping[str, torch.Tensor],
         balance: Balance,
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Plan copies for these tokens; see ``BalancedDispatcher``."""
+        """Plan copies for these tokens; see ``CopyingDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
         plan = comm.plan_batch(topk_idx, balance)
         num_local = num_experts // self._num_ranks

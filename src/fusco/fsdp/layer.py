@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fusco.fsdp.dispatcher import BalancedDispatcher, Dispatcher
+from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.row_counts import RowCounter
 from fusco.placement.batch import Balance
@@ -25,7 +25,7 @@ class ExpertParallelLayer:
 
     experts: Experts
     dispatcher: Dispatcher
-    balance: Balance | None = None  # for a plan of each batch, by a ``BalancedDispatcher``
+    balance: Balance | None = None  # for a plan of each batch, by a ``CopyingDispatcher``
     counter: RowCounter = field(default_factory=RowCounter)
 
     def __call__(
@@ -39,7 +39,7 @@ class ExpertParallelLayer:
             arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, num_experts)
             num_rows = self.counter.count(arrival.num_rows_per_expert)
         else:
-            balanced = cast("BalancedDispatcher", self.dispatcher)
+            balanced = cast("CopyingDispatcher", self.dispatcher)
             copies, wanted = balanced.copy_experts(x, top_k_index, num_experts, self.experts.weights(), self.balance)
             self.counter.count(wanted)
             arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)

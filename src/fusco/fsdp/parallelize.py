@@ -10,7 +10,7 @@ from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointi
 from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
 from fusco.fsdp.data_parallel import refuse_data_parallel
-from fusco.fsdp.dispatcher import BalancedDispatcher, Dispatcher
+from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -67,7 +67,7 @@ def parallelize(
     def check() -> list[Experts]:
         check_checkpointing(activation_checkpointing)
         _check_group(dispatcher, mesh)
-        if balance is not None and not isinstance(dispatcher, BalancedDispatcher):
+        if balance is not None and not isinstance(dispatcher, CopyingDispatcher):
             raise ValueError(
                 f"balance needs a FuscoDispatcher, which can copy experts, not {type(dispatcher).__name__}"
             )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.stopwatch import SectionTimer
-from fusco.fsdp.dispatcher import Arrival, BalancedDispatcher, Dispatcher
+from fusco.fsdp.dispatcher import Arrival, CopyingDispatcher, Dispatcher
 
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
@@ -40,7 +40,7 @@ class TimedDispatcher:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, *more: int
     ) -> Arrival:
-        """Send tokens to their experts; see ``Dispatcher``, and for ``more`` ``BalancedDispatcher``."""
+        """Send tokens to their experts; see ``Dispatcher``, and for ``more`` ``CopyingDispatcher``."""
         x = self._mark_backward(x, "dispatch_backward")
         with self.clock.timed("dispatch"):
             arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts, *more)
@@ -48,9 +48,9 @@ class TimedDispatcher:
         return Arrival(rows, arrival.num_rows_per_expert, arrival.ticket)
 
     def copy_experts(self, *arguments: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Plan and send copies of busy experts, as part of dispatch; see ``BalancedDispatcher``."""
+        """Plan and send copies of busy experts, as part of dispatch; see ``CopyingDispatcher``."""
         with self.clock.timed("dispatch"):
-            return cast("BalancedDispatcher", self.inner).copy_experts(*arguments)
+            return cast("CopyingDispatcher", self.inner).copy_experts(*arguments)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""

@@ -1,6 +1,7 @@
 """GOAL text: labelled sends and receives of each rank, and which requires which; LogGOPSim reads it by txt2bin.
 
-The syntax is meant to be that of LogGOPSim (Hoefler et al., 2010), which has not read it yet: ``l1: send 8b to 1 tag 3``, ``l2 requires l1``.
+The syntax is meant to be that of LogGOPSim (Hoefler et al., 2010), which has not read it yet: ``l1: send 8b to 1 tag
+3``, ``l2 requires l1``.
 """
 
 from __future__ import annotations
