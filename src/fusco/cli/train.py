@@ -87,6 +87,7 @@ def train(
         router_loss=_router_loss(run),
         balance_rate=run.balance_rate,
         forces_balance=run.forced_balance,
+        spare_places=run.spare_places if run.balance else 0,
         dropout=run.dropout,
         dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
         activation_checkpointing=run.activation_checkpointing,

@@ -53,6 +53,7 @@ class TrainingJob:
     architecture: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"  # of transformers; the latter has biases of experts
     balance_rate: float = 0.0  # of ``update_expert_bias`` after each step; 0 for none
     forces_balance: bool = False  # whether tokens go to experts in turn, for benchmarks
+    spare_places: int = 0  # of each rank, for experts that are copied for every batch; 0 for no such balance
     model: Path | None = None  # a folder of transformers to start from, instead of random weights of ``architecture``
     eval_every: int = 25  # steps between losses of held-out text; there is one after the last step, too
     sample_tokens: int = 64  # that the model writes at the end
@@ -71,6 +72,8 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        if self.spare_places and ("torch" in self.dispatchers or self.forces_balance):
+            raise ValueError("--balance goes with --dispatcher fusco alone, and without --forced-balance")
         if self.num_ranks % self.ep_size:
             raise ValueError(f"ep_size={self.ep_size} does not divide the {self.num_ranks} ranks")
         if self.shape.num_experts % self.ep_size:

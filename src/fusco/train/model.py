@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
 from fusco.fsdp.qwen3 import Qwen3Shape, make_qwen3
+from fusco.placement.batch import Balance
 from fusco.train.glm4 import make_glm4
 from fusco.train.job import TrainingJob
 from fusco.train.text import mix_seed
@@ -31,6 +32,7 @@ def make_model(job: TrainingJob, mesh: fsdp.EPMesh, dispatcher: fsdp.Dispatcher)
         dispatcher,
         fsdp.Sharding(mixed_precision=precision if job.dtype == "bfloat16" else MixedPrecisionPolicy()),
         activation_checkpointing=job.activation_checkpointing,
+        balance=Balance(job.spare_places) if job.spare_places else None,
     )
     fsdp.materialize(model, mesh.device_type)
     if job.model is None:
