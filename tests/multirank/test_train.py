@@ -133,6 +133,13 @@ def test_the_learning_rate_rises_step_by_step():
     assert in_four == pytest.approx(at_once / 4, rel=0.2)
 
 
+def test_a_plan_for_every_batch_learns_alike():
+    jobs = [one_rank_job(num_ranks=2, ep_size=2, num_steps=2, spare_places=number) for number in (0, 1)]
+    with LocalWorld(2) as world:
+        without, balanced = world.run(second_losses_of, 2, jobs)[0]
+    assert balanced == pytest.approx(without, rel=1e-5)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
     job = one_rank_job(num_steps=4, activation_checkpointing=checkpointing)

@@ -17,6 +17,10 @@ def make_job(**changes):
     ("changes", "text"),
     [
         ({"ep_size": 3}, "ep_size=3 does not divide the 4 ranks"),
+        (
+            {"spare_places": 2, "dispatchers": ("torch",)},
+            "--balance goes with --dispatcher fusco alone, and without --forced-balance",
+        ),
         ({"ep_size": 4, "num_experts": 6}, "ep_size=4 does not divide the 6 experts of a layer"),
         ({"num_topk": 9}, "num_topk is 9, more than the 8 experts"),
         ({"hidden": 48}, "hidden must be a multiple of 32, got 48"),
