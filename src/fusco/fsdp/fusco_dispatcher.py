@@ -169,8 +169,8 @@ class FuscoDispatcher:
         key = (num_experts, num_topk, x.shape[1] * wide.itemsize, spare_places)
         known = self._communicators.get(key)
         if self._latest and known is not self._latest:
-            sizes = ("num_experts", "num_topk", "max_bytes_per_token", "spare_places")
-            taking = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=True))
+            sizes = ("num_experts", "num_topk", "max_bytes_per_token", *(["spare_places"] if spare_places else []))
+            taking = ", ".join(f"{name}={size}" for name, size in zip(sizes, key, strict=False))
             self._latest.agree(f"Communicator({taking})")
         if known is None:
             placement = None

@@ -34,7 +34,8 @@ class ExpertParallelLayer:
         """Return the weighted sum of each token's experts, (num_tokens, hidden), as the original module does."""
         # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
-        num_experts, copies = self.experts.num_experts, dict[str, torch.Tensor]()
+        num_experts = self.experts.num_experts
+        copies: dict[str, torch.Tensor] = {}
         if self.balance is None:
             arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, num_experts)
             num_rows = self.counter.count(arrival.num_rows_per_expert)
