@@ -83,7 +83,7 @@ def explore(
         title = title or f"One dispatch on {plural(nodes, 'node')} of {plural(ranks_per_node, 'rank')}"
         facts, subtitle = facts or facts_of(planned), " ".join([subtitle, describe(planned)]).strip()
     _write(Page(title=title, subtitle=subtitle, facts=facts, views=views, origin=_origin()), out)
-    new_console().print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    new_console().print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class AttachedSums:
         self._wire_dtype, self._dtype = wire_dtype, dtype
         self._first_row = np.array(plan.routing.src_to_first_row)
         produce_attached_sums(terms, Holders(memory.sources, self._first_row, memory.sums_out))
-        self._own_sums = torch.empty(0, device="cpu")  # of this rank's tokens
+        self._own_sums = torch.empty(0, dtype=torch.float32, device="cpu")  # of this rank's tokens
 
     def attach(self) -> Attachment:
         """Return the sums for other nodes; all ranks of this node have written theirs."""

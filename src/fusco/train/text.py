@@ -67,7 +67,7 @@ def load_corpus(job: TrainingJob) -> Corpus:
         train, held_out = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
         return Corpus(train, held_out)
     tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(job.model)
-    train, held_out = (torch.tensor(tokenizer.encode(part.decode(errors="replace"))) for part in parts)
+    train, held_out = (torch.tensor(tokenizer.encode(part.decode(errors="replace")), device="cpu") for part in parts)
     if len(train) < enough:
         raise ValueError(f"the text has {len(train)} tokens, and a sequence {job.length}")
     return Corpus(train, held_out if len(held_out) >= enough else None, tokenizer)

@@ -17,7 +17,7 @@ from command_line import ROOT
 from rich.console import Console
 
 from fusco.bench.alltoall import ExchangeRecord
-from fusco.bench.balance import BalanceRecord
+from fusco.bench.balance import BalancedBatch, BalanceRecord, CopiedExpert
 from fusco.bench.balancers import BalancerRecord
 from fusco.bench.explain import Balance, CarriedBytes, PlanRecord, RankLoad, ShuffleRecord as SegmentsRecord
 from fusco.bench.host.times import HostRecord
@@ -26,6 +26,7 @@ from fusco.bench.prefill.records import PrefillRecord
 from fusco.bench.rails.record import RailsRecord
 from fusco.bench.schedule import ModeRecord, ScheduleRecord
 from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord
+from fusco.bench.simulation.papers import PaperRow
 from fusco.cli import (
     bench_alltoall,
     bench_host,
@@ -37,11 +38,14 @@ from fusco.cli import (
     rails,
     schedule,
     shuffle_tables,
+    simulate_tables,
     train,
 )
 from fusco.cli.doctor import Finding
 from fusco.cli.tables import ResultTable
+from fusco.core.topology import Topology
 from fusco.rails.usage import RailUse
+from fusco.simulate import Demand, load_cluster, simulate
 from fusco.train.records import RunRecord
 
 CLI = ROOT / "src" / "fusco" / "cli"
@@ -94,8 +98,36 @@ def print_plan(console):
     balance = {name: wide(Balance) for name in ("lanes", "send-and-receive")}
     rows = [[10**12 + node] * 12 for node in range(12)]
     plan._print(
-        wide(PlanRecord, nodes=12, balancer="lanes", node_to_node_rows=rows, ranks=loads(), balance=balance), console
+        wide(
+            PlanRecord,
+            nodes=12,
+            balancer="lanes",
+            node_to_node_rows=rows,
+            ranks=loads(),
+            balance=balance,
+            balanced_batch=None,
+        ),
+        console,
     )
+
+
+def print_batch(console):
+    copies = [wide(CopiedExpert, rank=rank) for rank in range(2)]
+    rows = [10**12] * 8
+    plan._print_batch(wide(BalancedBatch, limit="places", rows_before=rows, rows_after=rows, copies=copies), console)
+
+
+def print_simulated(console):
+    cluster, topology = load_cluster("h100x8").resized(2, 2), Topology.of_equal_nodes(4, 2)
+    demand = Demand.of_matrix("zipf", np.full((4, 4), 122_239_000_123), topology)
+    results = [simulate(cluster, demand, "fusco", call) for call in ("dispatch", "combine")]
+    console.print(simulate_tables.table_of_results(results))
+    simulate_tables.print_gains(cluster, demand, results[0], "fluid", 10**9, console)
+
+
+def print_papers(console):
+    rows = [wide(PaperRow, id="fusco.t3.real-world", where="FUSCO, Table 3", role=role) for role in ("train", "test")]
+    console.print(simulate_tables.table_of_papers(rows))
 
 
 def print_stages(console):
@@ -151,7 +183,7 @@ def print_bench_schedule(console):
 
 def print_train(console):
     job = SimpleNamespace(shape=MODEL, num_ranks=8, device="cuda", ep_size=8, tokens=8192, dtype="bfloat16")
-    job.activation_checkpointing, job.num_steps = "selective", 200
+    job.activation_checkpointing, job.num_steps, job.model, job.architecture = "selective", 200, None, "qwen3_moe"
     given = {"hardware": GPUS, "job": {"num_ranks": 8}, "versions": {"torch": "2.11.0", "transformers": "5.9.1"}}
     train._print(job, [wide(RunRecord, dispatcher=name, **given) for name in ("fusco", "torch")], console)
 
@@ -202,7 +234,10 @@ TABLES = {
     "prefill": print_prefill,
     "bench of schedules": print_bench_schedule,
     "plan": print_plan,
+    "plan of a batch": print_batch,
     "plan of segments": print_segments,
+    "simulated": print_simulated,
+    "published results": print_papers,
     "uses of rails": print_uses,
     "matrix": print_matrix,
     "modes and stages": print_stages,

@@ -36,7 +36,9 @@ def test_warm_up_leaves_no_cpu_kernel_to_compile(tmp_path):
     modules = {path.parent.name.rsplit("-", 1)[0] for path in kept}
     sources = (ROOT / "src" / "fusco").rglob("*.py")
     compiled = {path for path in sources if re.search(r"^@compiled\(", path.read_text(), re.MULTILINE)}
-    names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in compiled}
+    # The simulator is for a machine without ranks, and compiles its own when it runs.
+    others = {path for path in compiled if "simulate" not in path.parts}
+    names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in others}
     assert modules == names
     again = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert again.stderr == ""

@@ -112,7 +112,9 @@ def open_on(store_gather, timeout_s=TIMEOUT_S, *, is_capturing=False) -> Communi
     with engine._order.on_stream(Launch()):
         pass
     session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
-    return Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
+    return Communicator.of_parts(
+        CommunicatorParts(session, engine, validator=mock.Mock(**{"caller_placement.has_places": False}))
+    )
 
 
 def device_of(communicator) -> Device:
@@ -335,7 +337,9 @@ def test_a_broken_communicator_on_the_cpu_has_not_finished():
         connections = connect(store_gather, CpuLayout.of(config).segment_sizes, PeerInfo(["here"], [], "127.0.0.1"))
         engine = CpuEngine(connections, config)
         session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
-        communicator = Communicator.of_parts(CommunicatorParts(session, engine, validator=mock.Mock()))
+        communicator = Communicator.of_parts(
+            CommunicatorParts(session, engine, validator=mock.Mock(**{"caller_placement.has_places": False}))
+        )
         communicator.synchronize()
         communicator.abort()
         return error_of(communicator.synchronize)

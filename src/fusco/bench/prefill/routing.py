@@ -54,7 +54,7 @@ def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_
         def skewed(score: torch.Tensor) -> torch.Tensor:
             """Put as many of the first experts in front of all others, and the rest of rank 0 behind them."""
             number = int(wanted) + (draw(1) < wanted % 1)
-            score[:, :per_rank] = torch.where(torch.arange(per_rank) < number, 2.0, -1.0)
+            score[:, :per_rank] = torch.where(torch.arange(per_rank, device="cpu") < number, 2.0, -1.0)
             return score
 
         scores = (skewed(score) for score in scores)

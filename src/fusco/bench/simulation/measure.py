@@ -46,7 +46,7 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
             small = _slowest(group, partial(_exchange, group, to, source, 8, device), device)
             constants["latency_us"] = Constant(value=small * 1e6, source=f"measured: 8 bytes {kind} nodes")
             constants["stage_us"] = Constant(value=small * 1e6, source="as latency_us")
-    rows = torch.empty(_NUM_BYTES // 4096, 1024, device=device)
+    rows = torch.empty(_NUM_BYTES // 4096, 1024, dtype=torch.float32, device=device)
     order = torch.randperm(len(rows), device=device)
     seconds = _slowest(group, lambda: rows.index_select(0, order), device)
     constants["memory_gbs"] = Constant(
