@@ -85,6 +85,7 @@ def _visible() -> list[str]:
 
 def _warm_up_cpu(console: Console) -> None:
     from fusco.control.node_memory import warm_up_node_memory
+    from fusco.control.record_round import warm_up_record_round
     from fusco.core.compiled import cpu_cache_folder
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.cuda.repeated_calls import warm_up_repeated_calls
@@ -93,7 +94,7 @@ def _warm_up_cpu(console: Console) -> None:
     from fusco.planner.balancer import warm_up_balancers
     from fusco.schedule import warm_up as warm_up_scheduler
 
-    of_node = (warm_up_cpu, warm_up_node_memory, warm_up_repeated_calls)
+    of_node = (warm_up_cpu, warm_up_node_memory, warm_up_record_round, warm_up_repeated_calls)
     planning = (warm_up_balancers, warm_up_scheduler, warm_up_placement)
     for compile_them in (*of_node, *planning, warm_up_checked_ids):
         compile_them()
