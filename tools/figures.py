@@ -1,6 +1,6 @@
 """Draw the pictures of the pages: those that explain words, and plots of the results in docs/data.
 
-    python tools/figures.py [FOLDER]    # docs/figures
+python tools/figures.py [FOLDER]    # docs/figures
 """
 
 from __future__ import annotations
@@ -161,20 +161,17 @@ def records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text().splitlines()][1:]
 
 
-def plot(folder: Path, name: str, **labels: Any) -> Any:
-    """Return a figure with axes and labels; ``save_plot`` ends it."""
+def plot(**labels: Any) -> tuple[Any, Axes]:
+    """Return a figure and its axes, with labels."""
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     axes.set(**labels)
     axes.spines[["top", "right"]].set_visible(False)  # type: ignore[call-overload]
-    figure.fusco_path = folder / f"{name}.svg"
     return figure, axes
 
 
 def time_over_tokens(folder: Path) -> None:
     """Time of a dispatch and a combine over tokens, with the link's."""
-    figure, axes = plot(
-        folder, "time-over-tokens", xlabel="tokens per rank", ylabel="dispatch + combine, ms", xscale="log", yscale="log"
-    )
+    figure, axes = plot(xlabel="tokens per rank", ylabel="dispatch + combine, ms", xscale="log", yscale="log")
     points = [each for each in records("gpu-within-node") if each["hidden"] == 7168]
     for library in ("NCCL", "DeepEP 2.1", "fusco"):
         for mode, style in (("graph", "o-"), ("back-to-back", "s--")):
@@ -185,10 +182,16 @@ def time_over_tokens(folder: Path) -> None:
     tokens = sorted({each["tokens"] for each in points})
     link = [2 * count * 7168 * 2 * SHARE_CROSSING / (LINK_GBS * 1e6) for count in tokens]
     axes.plot(tokens, link, ":", color=DARK, label="link at its peak")
-    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
-    axes.minorticks_off()
+    plain_ticks(axes, tokens, [0.01, 0.1, 1])
     axes.legend(frameon=False, fontsize=8)
-    save(figure, figure.fusco_path)
+    save(figure, folder / "time-over-tokens.svg")
+
+
+def plain_ticks(axes: Axes, x: list[int], y: list[float]) -> None:
+    """Label logarithmic axes at these values, without powers."""
+    axes.set_xticks(x, [f"{each:,}" for each in x])
+    axes.set_yticks(y, [f"{each:g}" for each in y])
+    axes.minorticks_off()
 
 
 LINK_GBS = 378.0  # the mean of pulling (369) and pushing (387) by the copy engine, two H200 (docs/performance/cuda.md)
@@ -198,35 +201,36 @@ SHARE_CROSSING = 0.9966  # of tokens with an expert on the other of two ranks: 1
 def busiest_nic(folder: Path) -> None:
     """Busiest NIC over the bound by balancer and cluster."""
     found = records("balancers")
-    figure, axes = plot(folder, "busiest-nic", ylabel="busiest NIC / bound")
+    figure, axes = plot(ylabel="busiest NIC / bound")
     places = sorted({(each["nodes"], each["ranks_per_node"]) for each in found})
     names = list(dict.fromkeys(each["balancer"] for each in found))
     for number, name in enumerate(names):
-        by_place = {(each["nodes"], each["ranks_per_node"]): each["mean"] for each in found if each["balancer"] == name}
+        by_place = {
+            (each["nodes"], each["ranks_per_node"]): each["busiest_ratio"] for each in found if each["balancer"] == name
+        }
         x = [index + (number - len(names) / 2 + 0.5) * 0.8 / len(names) for index in range(len(places))]
         axes.bar(x, [by_place[place] for place in places], 0.75 / len(names), label=name)
     axes.set_xticks(range(len(places)), [f"{nodes} x {ranks}" for nodes, ranks in places])
     axes.set_ylim(0.9)
     axes.axhline(1, color=DARK, linestyle=":", linewidth=1)
     axes.legend(frameon=False, fontsize=8)
-    save(figure, figure.fusco_path)
+    save(figure, folder / "busiest-nic.svg")
 
 
 def cost_over_nodes(folder: Path) -> None:
     """Predicted time of a dispatch over nodes, by system."""
     found = records("simulated-nodes")
-    figure, axes = plot(
-        folder, "cost-over-nodes", xlabel="ranks", ylabel="dispatch + combine, ms (predicted)", xscale="log", yscale="log"
-    )
+    figure, axes = plot(xlabel="ranks", ylabel="dispatch + combine, ms (predicted)", xscale="log", yscale="log")
     for system in dict.fromkeys(each["system"] for each in found):
         chosen = [each for each in found if each["system"] == system]
         axes.plot([each["ranks"] for each in chosen], [each["ms"] for each in chosen], "o-", label=system, markersize=4)
+    plain_ticks(axes, sorted({each["ranks"] for each in found}), [5, 10, 20, 50])
     axes.legend(frameon=False, fontsize=8)
-    save(figure, figure.fusco_path)
+    save(figure, folder / "cost-over-nodes.svg")
 
 
 PICTURES = (dispatch, forwarder, lanes, replicas, static, slices)
-PLOTS = ()
+PLOTS = (time_over_tokens, busiest_nic, cost_over_nodes)
 
 
 def main() -> None:
