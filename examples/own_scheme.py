@@ -27,7 +27,7 @@ class Ring:
         self.num_local = [len(experts) for experts in placement.rank_to_experts]
 
     def dispatch(self, x, topk_idx, topk_weights):
-        """Return rows in order of (local expert, source rank, token, k), rows of each expert, and what combine needs."""
+        """Return rows in order of (local expert, source rank, token, k), rows of each expert, and any handle."""
         position = self.position[topk_idx].masked_fill(topk_idx < 0, len(self.position))
         by_position = position.flatten().argsort(stable=True)[: (topk_idx >= 0).sum()]
         counts = torch.bincount(position.flatten(), minlength=len(self.position) + 1)[:-1]
@@ -53,7 +53,9 @@ class Ring:
 
     def _exchange(self, parts, shapes):
         """Return what each rank sends to this one, of these shapes; part i of ``parts`` is for rank i."""
-        received = [torch.empty(shape, dtype=part.dtype, device=self.device) for part, shape in zip(parts, shapes)]
+        received = [
+            torch.empty(shape, dtype=part.dtype, device=self.device) for part, shape in zip(parts, shapes, strict=True)
+        ]
         received[self.rank].copy_(parts[self.rank])
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size

@@ -54,7 +54,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 def note(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     """Write a text."""
-    axes.text(x, y, text, **({"fontsize": 8, "color": DARK, "va": "center"} | style))
+    axes.text(x, y, text, **{"fontsize": 8, "color": DARK, "va": "center", **style})  # type: ignore[arg-type]
 
 
 def dispatch(folder: Path) -> None:
@@ -165,7 +165,7 @@ def plot(**labels: Any) -> tuple[Any, Axes]:
     """Return a figure and its axes, with labels."""
     figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     axes.set(**labels)
-    axes.spines[["top", "right"]].set_visible(False)  # type: ignore[call-overload]
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 

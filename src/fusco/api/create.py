@@ -228,7 +228,7 @@ def _log_start(validator: Validator, config: EngineConfig) -> None:
     if not LOGGER.isEnabledFor(level):
         return
     topology, device = config.topology, validator.device.type
-    rails = ", ".join(configured_rails())
+    rails = ", ".join(rail.interface for rail in configured_rails())
     network = "NCCL" if device == "cuda" else f"TCP on {rails or 'the default interface'}"
     links = "shared memory" if device == "cpu" else "NVLink"
     where = links if topology.num_nodes == 1 else f"{links} and {network}"

@@ -87,7 +87,8 @@ def choose_variants(
     for name in selected:
         if name not in (*default, *others) and not is_of_caller(name):
             where = f"{device} with {num_nodes} node{'s' if num_nodes > 1 else ''}"
-            raise ValueError(f"variant {name!r} is not one of those on {where}: {', '.join((*default, *others))}; "
+            raise ValueError(
+                f"variant {name!r} is not one of those on {where}: {', '.join((*default, *others))}; "
                 "nor a function of yours, as package.module:function"
             )
     return tuple(dict.fromkeys((*(selected or default), *(ABLATION if with_ablation else ()))))
