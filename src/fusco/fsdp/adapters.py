@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fusco.fsdp.expert_adapters import ExpertAdapter
 from fusco.fsdp.resharding import is_whole_copy
 
 # Values of LoraConfig.init_lora_weights (peft 0.21) with which adapters do not depend on the weights below them.
@@ -80,8 +81,10 @@ def prepare_adapters(model: nn.Module, name: str) -> None:
         return
     for layer, module in model.named_modules():
         if hasattr(module, "base_layer"):
+            forward = vars(module).get("forward")
+            merging: Any = forward if isinstance(forward, ExpertAdapter) else module
             for verb in ("merge", "unmerge"):
-                setattr(module, verb, _MergeIntoShards(getattr(module, verb), module, layer))
+                setattr(module, verb, _MergeIntoShards(getattr(merging, verb), module, layer))
     base = base_model(model)
     if base is not model and (first := _first_of_root(model)):
         base.register_forward_pre_hook(_BaseCall(name, *first))

@@ -17,13 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fusco.fsdp.adapters import base_model, base_names, is_adapted
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
-
-Part = tuple[slice, ...]
+from fusco.fsdp.shards import Part, local_part, local_values
 
 
 @torch.no_grad()
@@ -59,7 +56,7 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
         for source in _sources(base, files.keys(), targets):
             for name, values in source.read(files, base, targets).items():
                 for target in (targets[name], *copies.get(name, ())):
-                    _local_values(target).copy_(values)
+                    local_values(target).copy_(values)
                 missing.discard(name)
     if missing := _untied(missing, targets):
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
@@ -197,7 +194,7 @@ class _Source:
     def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's part of everything made from this source."""
         target = targets[self.name]
-        part = _local_part(target)
+        part = local_part(target)
         if self.converter is None:
             ((key,),) = self.pattern_to_keys.values()
             _check_shape(self.name, target, files.shape(key))
@@ -207,7 +204,7 @@ class _Source:
         stacks_experts = type(first).__name__ == "MergeModulelist" and first.dim == 0
         has_expert_tensors = stacks_experts and all(len(keys) == len(target) for keys in self.pattern_to_keys.values())
         if has_expert_tensors and part[0].start == part[0].stop:
-            return {self.name: _local_values(target)}  # this rank has none
+            return {self.name: local_values(target)}  # this rank has none
         for pattern, keys in self.pattern_to_keys.items():
             for key in keys[part[0]] if has_expert_tensors else keys:
                 self.converter.add_tensor(self.name, key, pattern, files.read(key))
@@ -216,7 +213,7 @@ class _Source:
             values = converted[0] if isinstance(converted, list) else converted
             shape = (len(targets[name]), *values.shape[1:]) if has_expert_tensors else values.shape
             _check_shape(name, targets[name], shape)
-            part = _local_part(targets[name])
+            part = local_part(targets[name])
             name_to_part[name] = values[(slice(None), *part[1:]) if has_expert_tensors else part]
         return name_to_part
 
@@ -246,18 +243,6 @@ def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Ten
     if unknown:
         warnings.warn(f"{len(unknown)} weights in the files are not in the model, such as {unknown[0]}", stacklevel=3)
     return list(sources.values())
-
-
-def _local_part(tensor: torch.Tensor) -> Part:
-    """Return the slices of a parameter that are on this rank."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
-def _local_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_shape(name: str, target: torch.Tensor, shape: Iterable[int]) -> None:
