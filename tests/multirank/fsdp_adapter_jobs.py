@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -82,9 +83,12 @@ def error_of_merging_broken_adapters(_: dist.ProcessGroup) -> str:
     return str(error.value)
 
 
-def export(_: dist.ProcessGroup, path: Path, **changes: Any) -> None:
-    """Write adapters."""
-    fsdp.save_hugging_face(path, _parallel(make_adapted(**changes)))
+def export(_: dist.ProcessGroup, path: Path, **changes: Any) -> list[str]:
+    """Write adapters; return the names of what is gathered for that."""
+    model = _parallel(make_adapted(**changes))
+    with mock.patch.object(model, "save_pretrained", wraps=model.save_pretrained) as save:
+        fsdp.save_hugging_face(path, model)
+    return list(save.call_args.kwargs["state_dict"]) if save.called else []
 
 
 def read(

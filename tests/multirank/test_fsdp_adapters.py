@@ -65,7 +65,8 @@ def test_adapters_on_experts_can_be_disabled_and_unloaded(two):
 @pytest.mark.parametrize("changes", KINDS)
 def test_adapters_that_are_written_reload(two, tmp_path, changes):
     for _ in range(2):  # into the same folder again
-        two.run(jobs.export, tmp_path, **changes)
+        gathered, _ = two.run(jobs.export, tmp_path, **changes)
+        assert not any(".layers." in name and "lora_" not in name for name in gathered)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in tmp_path.iterdir()}
     again = peft.PeftModel.from_pretrained(make_model(changes.get("kind", "qwen3")), tmp_path)
     assert torch.equal(logits_of(again), logits_of(jobs.make_adapted(**changes)))

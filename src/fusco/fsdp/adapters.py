@@ -52,6 +52,20 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: _base_name(name, prefix, wrapped) for name in names if not _is_of_adapter(name, wrapped)}
 
 
+def adapter_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of weights that the files of a model's adapters may have.
+
+    These are those of adapters, the copies that they train, and all outside of blocks: embeddings that were resized are
+    in such files, too.
+    """
+    wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    return {
+        name
+        for name in names
+        if _is_of_adapter(name, wrapped) or ".modules_to_save." in name or not any(map(str.isdigit, name.split(".")))
+    }
+
+
 def _is_of_adapter(name: str, wrapped: set[str]) -> bool:
     parts = name.split(".")
     inside = [length for length in range(1, len(parts)) if ".".join(parts[:length]) in wrapped]

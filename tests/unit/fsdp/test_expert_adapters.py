@@ -86,9 +86,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_flatten(out)[0] if isinstance(each, torch.Tensor)]
-        self.size = max(
-            [self.size, *(each.numel() for each in tensors if each.untyped_storage().data_ptr() not in self.known)]
-        )
+        made = [each.numel() for each in tensors if each.untyped_storage().data_ptr() not in self.known]
+        self.size = max([self.size, *made])
         return out
 
 
