@@ -54,7 +54,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 
 def note(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
     """Write a text."""
-    axes.text(x, y, text, **{"fontsize": 8, "color": DARK, "va": "center", **style})  # type: ignore[arg-type]
+    axes.text(x, y, text, **{"fontsize": 8, "color": DARK, "va": "center", **style})
 
 
 def dispatch(folder: Path) -> None:

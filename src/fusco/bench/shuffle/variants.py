@@ -46,7 +46,7 @@ def load_of_caller(variant: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"variant {variant!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
     if not callable(make):
-        raise ValueError(f"variant {variant!r} is a {type(make).__name__}, not a function or a class")
+        raise ValueError(f"variant {variant!r} is a {type(make).__name__}, not a function or a class")  # noqa: TRY004  of the command line
     return make
 
 
