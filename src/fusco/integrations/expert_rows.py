@@ -16,7 +16,7 @@ from fusco.api.handle import Dispatched
 from fusco.core.config import Launch
 from fusco.integrations.along_handles import SentHandle, padded, require_shape
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,7 +123,7 @@ class ExpertRows:
             )
 
         with self.comms.rejecting():
-            need = Need.of(payloads, num_topk_of(topk_idx, len(payloads[0])), self.max_tokens)
+            need = self.comms.need_of(payloads, num_topk_of(topk_idx, len(payloads[0])), self.max_tokens)
         return self.comms.run((verb, self.num_experts), self.num_experts, need, payloads[0].device, dispatch)
 
 

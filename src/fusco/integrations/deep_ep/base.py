@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusco.core.config import Launch
+from fusco.core.config import Launch, Settings
 from fusco.integrations.along_handles import SentHandle, biases_of
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, wait_for
 from fusco.integrations.deep_ep.rank_rows import RankRows
@@ -32,11 +32,13 @@ class BufferBase:
     _refused: ClassVar[tuple[str, ...]] = ()  # beginnings of names
     _offered: ClassVar[str]  # what the class has
 
-    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ranks_per_node: int | None = None, settings: Settings | None = None
+    ) -> None:
         """Nothing is allocated before the first call. The group may be of any backend."""
         self.group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._comms = GrowingCommunicators(group, ranks_per_node=ranks_per_node)
+        self._comms = GrowingCommunicators(group, ranks_per_node=ranks_per_node, settings=settings)
         self._by_rank = RankRows(group, self._comms)
 
     def destroy(self) -> None:
@@ -100,14 +102,22 @@ class BufferBase:
 
         ``prepare`` makes of a caller's values those that ``SentHandle.rows_of_values`` takes.
         """
+        of_tokens: Sequence[torch.Tensor]
         with self._along(find, *previous_events) as sent:
-            parts = [x.contiguous()]
-            if values is not None:
-                parts.append(sent.rows_of_values(prepare(sent, values)))
             biases, launch = biases_of(bias, sent.handle.num_tokens, *x.shape[1:]), Launch(num_sms=num_sms)
-        sums, *of_tokens = sent.combine(parts, launch)
-        for each in biases:
-            sums += each
+            of_values = [] if values is None else [sent.rows_of_values(prepare(sent, values))]
+            # Sums and biases are rounded once, so sums of 16-bit rows are float32. Each half of the columns of such
+            # rows is as wide as the rows that were sent.
+            is_widened = bool(biases) and x.dtype.itemsize == 2
+            halves = x.float().tensor_split(2, 1) if is_widened and x.shape[1] > 1 else (x,)
+            parts = [each.contiguous() for each in halves]
+        if is_widened:
+            sums = torch.cat([sent.combine([each], launch)[0] for each in parts], 1)
+            of_tokens = sent.combine(of_values, launch) if of_values else ()
+        else:
+            sums, *of_tokens = sent.combine([*parts, *of_values], launch)
+        if biases:
+            sums = (sums + sum(each.to(sums.dtype) for each in biases)).to(x.dtype)
         return sent, sums, of_tokens[0] if of_tokens else None
 
 

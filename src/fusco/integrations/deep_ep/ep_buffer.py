@@ -13,19 +13,16 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fusco.core.config import Launch, StaticRows
-from fusco.core.integers import check_integer
+from fusco.core.config import Launch, Settings, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.integrations.along_handles import require_handle, require_shape
-from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Event, Rows, like, payloads_of
-from fusco.integrations.deep_ep.ep_handle import EPHandle
+from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Event, like, payloads_of
+from fusco.integrations.deep_ep.ep_handle import DispatchSizes, EPHandle
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.deep_ep.rank_rows import NUM_SOURCE_WORDS, RankRouting, count_of_each, ranks_of
+from fusco.integrations.deep_ep.rank_rows import NUM_SOURCE_WORDS, count_of_each, ranks_of
 from fusco.integrations.expert_rows import ExpertRows, in_blocks
 
 _TMA_BYTES = 16  # alignment of columns of scales
-_Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
-_Combined = tuple[torch.Tensor, torch.Tensor | None, EventOverlap]
 
 
 class EPBuffer(BufferBase):
@@ -63,6 +60,7 @@ class EPBuffer(BufferBase):
             num_bytes, num_allocated_qps, explicitly_destroy: kept as attributes; ``destroy`` always works.
             num_cpu_bytes, lb_allocation_plan_or_num_bytes: must be 0.
             num_max_tokens_per_rank: tokens of a rank in calls without one of their own.
+            allow_multiple_reduction: if false, sums are rounded once: parts of them travel as float32.
             prefer_overlap_with_compute: halves ``get_theoretical_num_sms``.
         """
         if num_cpu_bytes:
@@ -71,7 +69,7 @@ class EPBuffer(BufferBase):
             self._refuse(
                 f"memory of experts' copies (lb_allocation_plan_or_num_bytes={lb_allocation_plan_or_num_bytes})"
             )
-        super().__init__(group)
+        super().__init__(group, settings=None if allow_multiple_reduction else Settings(wire_dtype=torch.float32))
         self.rank_idx, self.num_ranks = self._rank, self._num_ranks
         self.num_bytes = SIZE_HINT if num_bytes is None else num_bytes
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
@@ -156,7 +154,7 @@ class EPBuffer(BufferBase):
         defer_epilogue: bool = False,
         *,
         previous_event_before_epilogue: Event = None,
-    ) -> _Dispatched | EventOverlap:
+    ) -> tuple[Any, ...] | EventOverlap:
         """Send tokens to their experts.
 
         Args:
@@ -184,106 +182,88 @@ class EPBuffer(BufferBase):
             those of other ranks, or ``None`` by local expert; the weight of each row, float32 (num_rows,), otherwise
             (num_rows, num_topk), zero for other ranks, or ``None`` without weights; the handle; the event.
         """
-        events, num_sms_of_call = (previous_event, previous_event_before_epilogue), num_sms or None
+        events, stats = (previous_event, previous_event_before_epilogue), cumulative_local_expert_recv_stats
+        sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+        sizes["expert_alignment"] = expert_alignment
         if handle is not None:
-            sizes = {"num_experts": num_experts, "num_max_tokens_per_rank": num_max_tokens_per_rank}
-            sizes["expert_alignment"] = expert_alignment
-            sent, rows, weights = self._dispatch_again(
-                lambda: require_handle(handle, EPHandle).sent,
+            known = handle
+            _, rows, of_rows = self._dispatch_again(
+                lambda: require_handle(known, EPHandle).sent,
                 x,
                 (topk_weights, None),
-                num_sms=num_sms_of_call,
+                num_sms=num_sms or None,
                 previous_events=events,
-                check=lambda _: _require_as_sent(handle, topk_idx, cumulative_local_expert_recv_stats, sizes),
+                check=lambda _: known.require_same(topk_idx, stats, sizes),
             )
-            if weights is not None and isinstance(sent, RankRouting):
-                weights = weights.masked_fill(handle.recv_topk_idx < 0, 0)
+            weights = known.weights_of_rows(of_rows)
         else:
             with self._comms.rejecting():
                 wait_for(*events)
                 if topk_idx is None or num_experts is None:
                     raise ValueError("dispatch needs topk_idx and num_experts, or a handle")
-                given = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-                alignment = expert_alignment or 1
-                check_integer("expert_alignment", alignment, least=1)
-                static = (
-                    self._static_rows(topk_idx, num_experts, alignment, given, do_expand) if do_cpu_sync is False else 0
-                )
                 copies = self._copies_ids if do_handle_copy is None else do_handle_copy
-                stats, num_local = cumulative_local_expert_recv_stats, num_experts // self.num_ranks
-                require_shape("cumulative_local_expert_recv_stats", stats, num_local)
-                payloads, launch = payloads_of(x), Launch(num_sms=num_sms_of_call)
-                topk_weights = None if topk_weights is None else topk_weights.float()
-            asked = {
-                "num_experts": num_experts,
-                "expert_alignment": alignment,
-                "num_max_tokens_per_rank": given,
-                "num_sms": num_sms,
-                "topk_idx": topk_idx.clone() if copies else topk_idx,
-            }
+                asked = DispatchSizes(
+                    do_expand=do_expand,
+                    num_experts=num_experts,
+                    expert_alignment=expert_alignment or 1,
+                    num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
+                    num_sms=num_sms,
+                    topk_idx=topk_idx.clone() if copies else topk_idx,
+                )
+                require_shape("cumulative_local_expert_recv_stats", stats, num_experts // self.num_ranks)
+                static = asked.num_static_rows(self.num_ranks) if do_cpu_sync is False else 0
+                payloads, launch = payloads_of(x), Launch(num_sms=num_sms or None)
+                given = None if topk_weights is None else topk_weights.float()
             send = self._by_expert if do_expand else self._by_source
-            rows, weights, handle = send(payloads, topk_weights, asked, static, launch)
-        if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += handle.num_unaligned_recv_tokens_per_expert
+            rows, weights, known = send(payloads, given, asked, static, launch)
+        if stats is not None:
+            stats += known.num_unaligned_recv_tokens_per_expert
         if use_tma_aligned_col_major_sf:
             rows = (rows[0], *map(tma_aligned, rows[1:]))
         event = finished(async_with_compute_stream)
-        return _deferred(event, defer_epilogue, like(x, rows), handle.recv_topk_idx, weights, handle)
+        return _deferred(event, defer_epilogue, like(x, rows), known.recv_topk_idx, weights, known)
 
     def _by_expert(
         self,
-        payloads: list[torch.Tensor],
+        x: list[torch.Tensor],
         topk_weights: torch.Tensor | None,
-        asked: dict[str, Any],
+        asked: DispatchSizes,
         static: int,
         launch: Launch,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, EPHandle]:
         with self._comms.rejecting():
-            sources = self._by_rank.source_words(len(payloads[0]), payloads[0].device)
-            options = {"expert_alignment": asked["expert_alignment"], "with_weights": topk_weights is not None}
-            options |= {"static": StaticRows(static) if static else None, "launch": launch}
-            options["verb"] = "expanded dispatch"
-        expert_rows = ExpertRows(self._comms, asked["num_experts"])
-        sent = expert_rows.dispatch([*payloads, sources], asked["topk_idx"], topk_weights, **options)
-        *rows, sources = sent.dispatched.payloads
-        handle = EPHandle(
-            **asked,
-            do_expand=True,
-            num_recv_tokens_per_expert_list=[] if static else sent.blocks_on_host.tolist(),
-            num_unaligned_recv_tokens_per_expert=sent.dispatched.num_rows_per_expert.int(),
-            recv_topk_idx=None,
-            num_rows=len(sources),
-            sent=sent,
-            sources=sources,
+            sources = self._by_rank.source_words(len(x[0]), x[0].device)
+        sent = ExpertRows(self._comms, asked.num_experts).dispatch(
+            [*x, sources],
+            asked.topk_idx,
+            topk_weights,
+            verb="expanded dispatch",
+            expert_alignment=asked.expert_alignment,
+            with_weights=topk_weights is not None,
+            static=StaticRows(static) if static else None,
+            launch=launch,
         )
-        return tuple(rows), sent.dispatched.weights, handle
+        *rows, sources = sent.dispatched.payloads
+        counts = sent.dispatched.num_rows_per_expert.int()
+        on_host = [] if static else sent.blocks_on_host.tolist()
+        return tuple(rows), sent.dispatched.weights, asked.handle(sent, sources, counts, on_host)
 
     def _by_source(
         self,
-        payloads: list[torch.Tensor],
+        x: list[torch.Tensor],
         topk_weights: torch.Tensor | None,
-        asked: dict[str, Any],
+        asked: DispatchSizes,
         static: int,
         launch: Launch,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, EPHandle]:
-        topk_idx, num_experts = asked["topk_idx"], asked["num_experts"]
         with self._comms.rejecting():
-            is_token_in_rank = ranks_of(topk_idx, num_experts, self.num_ranks)
-        routing = (topk_idx, topk_weights, num_experts)
-        rows, sent = self._by_rank.dispatch(payloads, is_token_in_rank, routing, num_static_rows=static, launch=launch)
+            is_token_in_rank = ranks_of(asked.topk_idx, asked.num_experts, self.num_ranks)
+        routing = (asked.topk_idx, topk_weights, asked.num_experts)
+        rows, sent = self._by_rank.dispatch(x, is_token_in_rank, routing, num_static_rows=static, launch=launch)
         idx, weights = sent.local_idx_and_weights()
         counts = count_of_each(idx, sent.num_local_experts)
-        on_host = [] if static else in_blocks(counts, asked["expert_alignment"]).tolist()
-        handle = EPHandle(
-            **asked,
-            do_expand=False,
-            num_recv_tokens_per_expert_list=on_host,
-            num_unaligned_recv_tokens_per_expert=counts,
-            recv_topk_idx=idx,
-            num_rows=len(idx),
-            sent=sent,
-            sources=sent.words[:, :NUM_SOURCE_WORDS],
-        )
+        on_host = [] if static else in_blocks(counts, asked.expert_alignment).tolist()
+        handle = asked.handle(sent, sent.words[:, :NUM_SOURCE_WORDS], counts, on_host, idx)
         return rows, None if topk_weights is None else weights, handle
 
     @torch.no_grad()
@@ -301,7 +281,7 @@ class EPBuffer(BufferBase):
         defer_epilogue: bool = False,
         *,
         previous_event_before_epilogue: Event = None,
-    ) -> _Combined | EventOverlap:
+    ) -> tuple[Any, ...] | EventOverlap:
         """Add up the rows of each token, without weights.
 
         Args:
@@ -325,17 +305,6 @@ class EPBuffer(BufferBase):
         )
         return _deferred(finished(async_with_compute_stream), defer_epilogue, sums, values)
 
-    def _static_rows(
-        self, topk_idx: torch.Tensor, num_experts: int, alignment: int, max_tokens: int, do_expand: bool
-    ) -> int:
-        if not max_tokens:
-            raise ValueError("dispatch with do_cpu_sync=False needs num_max_tokens_per_rank")
-        if not do_expand:
-            return self.num_ranks * max_tokens
-        num_local = num_experts // self.num_ranks
-        num_pairs = self.num_ranks * max_tokens * min(topk_idx.shape[1], num_local)
-        return -(-(num_pairs + num_local * (alignment - 1)) // alignment) * alignment
-
 
 class ElasticBuffer(EPBuffer):
     """The name that ``EPBuffer`` had up to DeepEP 2.1; its handles have copies of the experts' ids."""
@@ -350,22 +319,9 @@ def tma_aligned(scales: torch.Tensor) -> torch.Tensor:
     return scales.new_empty(num_columns, -(-num_rows // per_unit) * per_unit).T[:num_rows].copy_(scales)
 
 
-def _deferred(event: EventOverlap, is_deferred: bool, *results: Any) -> Any:
+def _deferred(event: EventOverlap, is_deferred: bool, *results: Any) -> tuple[Any, ...] | EventOverlap:
     """Return results and the event, or the event that returns the results."""
     if not is_deferred:
         return *results, event
     event.register_hook_after_wait(lambda: results)
     return event
-
-
-def _require_as_sent(
-    handle: EPHandle, topk_idx: torch.Tensor | None, stats: torch.Tensor | None, sizes: dict[str, int | None]
-) -> None:
-    """Raise ``ValueError`` for arguments that differ from those of the handle's dispatch."""
-    if topk_idx is not None:
-        raise ValueError("a handle has its routing: topk_idx must be None with it")
-    for name, size in sizes.items():
-        if size is not None and size != (known := getattr(handle, name)):
-            raise ValueError(f"{name} is {size}, but {known} in the handle's dispatch")
-    num_local = len(handle.num_unaligned_recv_tokens_per_expert)
-    require_shape("cumulative_local_expert_recv_stats", stats, num_local)

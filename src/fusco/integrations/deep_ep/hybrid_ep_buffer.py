@@ -144,12 +144,18 @@ class HybridEPBuffer(BufferBase):
                 num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
                 given, sizes = (probs, topk_weights), (len(hidden), num_experts)
                 ids, weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, sizes)
-                options = {"expert_alignment": pad_multiple or 1, "launch": self._dispatch_launch}
                 static = _static_rows(num_permuted_tokens) if non_blocking else None
                 payloads = payloads_of(x)
-            expert_rows = ExpertRows(self._comms, num_experts, self.max_num_of_tokens_per_rank, may_differ=True)
-            options |= {"with_weights": weights is not None, "static": static, "verb": "dispatch_with_permute"}
-            sent = expert_rows.dispatch(payloads, ids, weights, **options)
+            sent = ExpertRows(self._comms, num_experts, self.max_num_of_tokens_per_rank, may_differ=True).dispatch(
+                payloads,
+                ids,
+                weights,
+                verb="dispatch_with_permute",
+                with_weights=weights is not None,
+                expert_alignment=pad_multiple or 1,
+                static=static,
+                launch=self._dispatch_launch,
+            )
             self._maps.widen(sent.require_topk_idx().shape[1])
             counts, overflow = self._counts(sent, non_blocking)
             rows, row_weights = sent.dispatched.payloads, sent.dispatched.weights

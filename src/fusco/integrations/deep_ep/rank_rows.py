@@ -15,7 +15,7 @@ from fusco.core.config import Launch, StaticRows
 from fusco.cuda.device_plan import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
 from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import scattered
 
@@ -136,7 +136,7 @@ class RankRows:
             if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
                 ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
             static = StaticRows(num_static_rows) if num_static_rows else None
-            need = Need.of(sent, ranks_of_tokens.shape[1])
+            need = self._comms.need_of(sent, ranks_of_tokens.shape[1])
 
         def dispatch(grown: Grown) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
             arrived = grown.comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
