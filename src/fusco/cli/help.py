@@ -92,7 +92,8 @@ def _tidy(parameter: inspect.Parameter) -> inspect.Parameter:
     if get_origin(parameter.annotation) is not Annotated:
         return parameter
     kind, *notes = get_args(parameter.annotation)
-    return parameter.replace(annotation=Annotated[(kind, *(_tidy_option(each, parameter.name) for each in notes))])
+    tidy = (kind, *(_tidy_option(each, parameter.name) for each in notes))
+    return parameter.replace(annotation=Annotated.__class_getitem__(tidy))  # type: ignore[attr-defined]  # not typed
 
 
 def _tidy_option(note: Any, name: str) -> Any:
