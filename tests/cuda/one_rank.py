@@ -94,7 +94,8 @@ class OneRank:
         """Compare what the kernel ``plan`` wrote."""
         made: Any = handle.plan.tables
         assert_same_bits(made.row_to_slots.cpu(), plan.row_to_slots, "row_to_slots")
-        assert_same_bits(made.block_to_first_slot.cpu(), plan.block_to_first_slot, "block_to_first_slot")
+        for name in ("block_to_first_slot", "block_to_end_slot", "num_dropped_per_expert"):
+            assert_same_bits(getattr(made, name).cpu(), getattr(plan, name), name)
         assert made.num_rows_needed.tolist() == [plan.num_slots_needed]
         marks = mark_ranks(case.topk_idx(0), self._expert_to_rank)
         assert_same_bits(made.token_to_ranks.cpu(), marks, "token_to_ranks")
@@ -103,7 +104,7 @@ class OneRank:
 
     def check_rows(self, outputs: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor], plan: PlannedSlots) -> None:
         """Compare expert-major rows; those after the last block are undefined."""
-        num_written = int(plan.block_to_first_slot[-1])
+        num_written = int(plan.block_to_end_slot[-1])
         assert len(outputs) == len(payloads)
         for i, (output, payload) in enumerate(zip(outputs, payloads, strict=True)):
             expected = scatter_rows(payload, plan.row_to_slots, num_written)
