@@ -130,7 +130,7 @@ class SimulatedKernel:
         if plan.num_slots_needed > limit and args.is_overflow_reported and not report.overflow_needed:
             report.overflow_limit, report.overflow_needed = limit, plan.num_slots_needed
             wanted = (plan.num_rows_per_expert + plan.num_dropped_per_expert).tolist()
-            report.overflow_expert = wanted.index(plan.num_slots_needed) if args.rows_per_expert else -1
+            report.overflow_expert = 1 + wanted.index(plan.num_slots_needed) if args.rows_per_expert else 0
         report.num_slots = plan.num_slots_needed
         if args.ticket:
             counts = (ctypes.c_int32 * num_local).from_address(args.reported_counts)

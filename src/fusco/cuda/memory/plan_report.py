@@ -62,6 +62,6 @@ class PlanReport:
         word = self._words.load(at)
         if not word & _LOW_HALF:
             return None
-        expert = self._words.load(Report.begun.offset // 8) >> 32
+        number = self._words.load(Report.begun.offset // 8) >> 32  # overflow_expert
         self._words.store(at, 0)  # the device may write another one now
-        return Overflow(word & _LOW_HALF, word >> 32, None if expert == _LOW_HALF else expert)
+        return Overflow(word & _LOW_HALF, word >> 32, number - 1 if number else None)

@@ -24,7 +24,7 @@ struct Report {
     BadPair bad_static;  // of the first other plan since the host has looked
     i32 overflow_needed, overflow_limit;  // of the first plan that did not fit; 0 if all fit
     u32 begun;                            // ticket of the latest plan that the device has come to
-    i32 overflow_expert;                  // local index of the first expert that needed that many; -1: all of them together
+    i32 overflow_expert;                  // 1 + local index of the first expert that needed that many; 0: all of them did
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -222,9 +222,9 @@ __device__ __forceinline__ void report_plan(const PlanArgs& args, i32 needed, co
     }
     const i32 limit = args.rows_per_expert ? args.rows_per_expert : args.max_slots;
     if (needed > limit && args.is_overflow_reported && report->overflow_needed == 0) {
-        i32 expert = args.rows_per_expert ? 0 : -1;
-        while (args.rows_per_expert && num_all[expert] < needed) ++expert;
-        report->overflow_limit = limit, report->overflow_expert = expert;
+        i32 number = args.rows_per_expert ? 1 : 0;
+        while (number && num_all[number - 1] < needed) ++number;
+        report->overflow_limit = limit, report->overflow_expert = number;
         __threadfence_system();
         report->overflow_needed = needed;
     }
