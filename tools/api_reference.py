@@ -44,7 +44,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "Balance of experts": "expert_loads reset_expert_loads summarize_loads LoadSummary update_expert_bias",
         "Measured steps": "Metrics StepMetrics MetricWriter MetricPrinter JsonLinesWriter CsvWriter TensorBoardWriter "
         "WandbWriter",
-        "Through transformers": "registered_with_transformers registered_as_experts_implementation",
+        "Through transformers": "registered_with_transformers registered_as_experts_implementation TrainerCheckpoint",
     },
     "fusco.offload": {
         "Copies": "copy_to_host copy_from_host Copy",
