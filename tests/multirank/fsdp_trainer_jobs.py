@@ -122,6 +122,38 @@ def weights_of_run(
     return weights, [_shown(each, "step", "loss", "grad_norm", "learning_rate") for each in history]
 
 
+def write_tokenizer(path: Path) -> None:
+    """Write a tokenizer for trainers that want one."""
+    tokenizers = importlib.import_module("tokenizers")
+    words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(path)
+
+
+def logs_of_trl(_: dist.ProcessGroup, path: Path, folder: Path, *stop_after: int) -> list[dict[str, float]]:
+    """Return loss, norm and router loss of every step of TRL's trainer, interrupted after some steps."""
+    trl, datasets = (importlib.import_module(name) for name in ("trl", "datasets"))
+    data = [{key: each.tolist() for key, each in sequence.items()} for sequence in Sequences(1)]
+    options = {**_OPTIONS, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None, "bf16": False}
+    size = _SEQUENCES_PER_STEP // dist.get_world_size()
+    run = folder / f"run-{len(stop_after)}"
+    for last in (*stop_after, None):
+        with as_launched(), loaded(path) as model:
+            trainer = trl.SFTTrainer(
+                model,
+                trl.SFTConfig(folder, per_device_train_batch_size=size, **options),
+                train_dataset=datasets.Dataset.from_list(data),
+                processing_class=transformers.AutoTokenizer.from_pretrained(path),
+            )
+            if last:
+                trainer.add_callback(_Stop(last))
+            fsdp.TrainerCheckpoint(run, every=2).train(trainer)
+            history = [each for each in trainer.state.log_history if "loss" in each]
+    return [_shown(each, "loss", "grad_norm", "aux_loss") for each in history]
+
+
 def errors_of_checkpoints(_: dist.ProcessGroup, path: Path, folder: Path) -> list[str]:
     """Return errors for a trainer that the callback has not started, and for a transformers without its methods."""
     errors = []

@@ -27,6 +27,29 @@ def test_loss_norm_and_evaluation_are_those_of_one_process(two, one, tmp_path, c
             assert log == pytest.approx(wanted, rel=2e-6)
 
 
+def test_the_router_loss_is_that_of_all_ranks(two, one, tmp_path):
+    """Trainer multiplies it by the number of ranks, so the coefficient is divided by it."""
+    for name, coefficient in (("one", 0.5), ("two", 0.25)):
+        jobs.write_model(tmp_path / name, output_router_logits=True, router_aux_loss_coef=coefficient)
+    (expected,) = one.run(jobs.logs_of_training, tmp_path / "one", tmp_path / "trainer", max_steps=3)
+    for logs in two.run(jobs.logs_of_training, tmp_path / "two", tmp_path / "trainer", max_steps=3):
+        for log, wanted in zip(logs[:3], expected[:3], strict=True):
+            assert log == pytest.approx(wanted, rel=2e-6)
+
+
+def test_trl_is_exact_with_its_router_loss(two, one, tmp_path):
+    pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    jobs.write_model(tmp_path / "model", output_router_logits=True, router_aux_loss_coef=0.5)
+    jobs.write_tokenizer(tmp_path / "model")
+    (expected,) = one.run(jobs.logs_of_trl, tmp_path / "model", tmp_path / "one")
+    assert len(expected) == 7
+    for logs in two.run(jobs.logs_of_trl, tmp_path / "model", tmp_path / "two"):
+        for log, wanted in zip(logs, expected, strict=True):
+            assert log == pytest.approx(wanted, rel=2e-6)
+    whole, parts = (two.run(jobs.logs_of_trl, tmp_path / "model", tmp_path / "run", *each) for each in ((), (3,)))
+    assert whole == parts
+
+
 def test_a_run_continues_bit_for_bit(two, tmp_path):
     """Interrupted within an epoch, and at its end; with dropout, and shuffled data."""
     jobs.write_model(tmp_path / "model", attention_dropout=0.2)
