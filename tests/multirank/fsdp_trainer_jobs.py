@@ -122,6 +122,21 @@ def weights_of_run(
     return weights, [_shown(each, "step", "loss", "grad_norm", "learning_rate") for each in history]
 
 
+def run_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> list[dict[str, float]]:
+    """Run the snippets of the page on Trainer; return the log of the last."""
+    scope = {"fsdp": fsdp, "transformers": transformers, "num_ranks": dist.get_world_size()}
+    scope |= {name: folder / name for name in ("base", "output", "run", "exported")}
+    scope |= {
+        "train_data": Sequences(1),
+        "eval_data": Sequences(2, 8),
+        "options": {"use_cpu": True, "logging_steps": 1},
+    }
+    with as_launched():
+        for snippet in snippets:
+            exec(snippet, scope)
+    return scope["trainer"].state.log_history
+
+
 def write_tokenizer(path: Path) -> None:
     """Write a tokenizer for trainers that want one."""
     tokenizers = importlib.import_module("tokenizers")
