@@ -136,8 +136,11 @@ class TwinGpu(NullGpu):
     """Devices of threads, which have the memory of the others."""
 
     def share(self, memory, store_gather, ranks, name):
-        addresses = store_gather.all_gather(name, memory.data_ptr())
-        return SimpleNamespace(buffer_ptrs=[addresses[rank] for rank in ranks], get_buffer=lambda *_: memory)
+        gathered = store_gather.all_gather(name, memory.data_ptr())
+        addresses = [gathered[rank] for rank in ranks]
+        return SimpleNamespace(
+            buffer_ptrs=addresses, get_buffer=lambda index, size, dtype: at(addresses[index], dtype, size)
+        )
 
     def connect(self, store_gather, *_):
         return TwinNccl(store_gather)
