@@ -199,7 +199,7 @@ class SimulatedKernel:
                 at = args.rows[p] if src == comm.rank else comm.arena[comm.rank] + args.received[src][p]
                 assert at % vector_bytes(row_bytes) == 0, "an access that is not aligned"
                 rows = self._at(at, torch.uint8, (len(slots[src]), row_bytes))
-                num_slots = int(slots[src].max()) + 1 if slots[src].numel() else 0
+                num_slots = max(0, int(slots[src].max()) + 1) if slots[src].numel() else 0
                 scattered = scatter_rows(rows, slots[src], num_slots)
                 filled = slots[src][slots[src] >= 0].long()
                 output = self._at(args.outputs[p], torch.uint8, (num_slots, row_bytes))
