@@ -114,7 +114,9 @@ class DispatchMaker:
             self.own_rows.call(plan, of_others, forwarded, stream, num_sms, clears_padding=False),
         ]
         until_plan: list[Step] = [packing, *packed.gathers, *messages.calls, *arrival, planning]
-        together = [[*until_plan, *scatters]] if num_slots is not None else [until_plan, [*scatters]]
+        together: list[list[Step]] = [[*until_plan, *scatters]]
+        if num_slots is None:
+            together = [until_plan, [*scatters]]
         handle, report, num_values = stream.cuda_stream, self.context.arena.report_address, first_output + len(payloads)
         programs = [Program(each, num_values, handle, report, _PATIENCE_MS) for each in together]
         counts = num_bytes_of(packed.sends), num_bytes_of(routing.sends), max(each.grid for each in scatters)
@@ -151,7 +153,7 @@ class InternodeDispatchProgram(DispatchProgram):
             maker.planner,
             programs,
             PlanMemory(sizes.shape, device, maker.spare_limit),
-            {**maker.planner.fields_of(sizes, stream), "traffic": traffic},
+            {**maker.planner.fields_of(sizes, request.static, stream), "traffic": traffic},
             num_slots,
             is_static=request.static is not None,
             outputs=Outputs(request.payloads, device),

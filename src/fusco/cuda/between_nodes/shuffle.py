@@ -173,7 +173,7 @@ class InternodeShuffle:
         if self._context.is_timed or self._context.gpu.is_capturing():
             return None
         sizes, static = self._planner.sizes_of(request.routing, on_node, traffic.sources), request.static
-        bound = static.num_rows if static else self._bound_of(request, sizes.shape)
+        bound = static.num_slots(sizes.shape.num_local_experts) if static else self._bound_of(request, sizes.shape)
         options = (request.expert_alignment, static, request.launch.num_sms, bound, terms[:-1])
         of_rows = shapes_of(request.payloads), request.routing.topk_idx.element_size()
         key = ("dispatch", traffic, sizes, *of_rows, *options, stream.cuda_stream, torch.is_inference_mode_enabled())
@@ -190,7 +190,8 @@ class InternodeShuffle:
         self, program: InternodeDispatchProgram, request: DispatchRequest, transfer: Transfer
     ) -> DispatchOutput[InternodePlan]:
         payloads, routing = transfer.payloads, request.routing
-        outputs = [] if program.num_slots is None else new_outputs(payloads, program.num_slots)
+        rows_per_expert = request.static.rows_per_expert if request.static else None
+        outputs = [] if program.num_slots is None else new_outputs(payloads, program.num_slots, rows_per_expert)
         tables, routed = program.new_tables(), (routing.topk_idx, routing.topk_weights, request.static)
         plan = run_dispatch(program, outputs, payloads, routed, transfer.call.profile, tables)
         return DispatchOutput(cast("InternodePlan", plan), outputs)
@@ -203,7 +204,7 @@ class InternodeShuffle:
         transfer = Transfer(payloads=payloads, launch=with_internode_sms(request.launch), stream=stream, call=call)
         arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
         rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
-        self._scatter_slices(plan, transfer, rows, arrivals)
+        self._scatter_slices(plan, transfer, rows, arrivals, plan.num_slots)
         return rows
 
     def combine(
@@ -267,13 +268,14 @@ class InternodeShuffle:
         with profile.spend("wire"):
             arrivals += sending
         # Where a bound on the output is affordable, its size is read while rows move.
-        bound = request.static.num_rows if request.static else self._bound_of(request, plan.tables.shape)
-        if not bound:
+        bound = None if request.static else self._bound_of(request, plan.tables.shape)
+        if not (request.static or bound):
             self._size_exactly(plan, profile)
+        num_slots = bound or plan.num_slots
         with profile.spend("wire"):
-            rows = self._own_rows.scatter(plan, plan.own_rows, transfer, bound)
-            self._scatter_slices(plan, transfer, rows, arrivals)
-        if bound and not request.static:
+            rows = self._own_rows.scatter(plan, plan.own_rows, transfer, num_slots)
+            self._scatter_slices(plan, transfer, rows, arrivals, num_slots)
+        if bound:
             self._size_exactly(plan, profile)
             narrow(rows, plan.num_slots)
         return DispatchOutput(plan, rows)
@@ -319,6 +321,7 @@ class InternodeShuffle:
         transfer: Transfer,
         outputs: Sequence[torch.Tensor],
         arrivals: Sequence[torch.cuda.Event],
+        num_slots: int,
     ) -> None:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
@@ -328,7 +331,7 @@ class InternodeShuffle:
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
             moved = [
-                Payload(start + first_row * size, size, output.data_ptr(), len(output))
+                Payload(start + first_row * size, size, output.data_ptr(), num_slots)
                 for start, size, output in zip(starts, sizes, outputs, strict=True)
             ]
             self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)

@@ -44,6 +44,7 @@ class DevicePlan(PlannedRows):
     rank: int  # the rank that the plan is for
     placement: ExpertPlacement  # the experts of each rank
     num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
+    rows_per_expert: int | None = None  # slots of each local expert; ``None`` if blocks follow each other
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
     stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``
@@ -77,6 +78,10 @@ class DevicePlan(PlannedRows):
     @property
     def num_rows_needed(self) -> torch.Tensor:
         return self.tables.num_rows_needed
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        return self.tables.num_dropped_per_expert
 
     def rows_of(self, runs: Runs, local: int) -> HeldRows:
         """Return some of the rows; copied unless they follow each other in the plan. See ``run_of``."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fusco.core.config import StaticRows
 from fusco.core.errors import RejectedInputError, RowOverflowError, Stall
 from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
@@ -73,16 +74,16 @@ class DevicePlanner:
         sizes, static = self.sizes_of(request.routing, num_rows, held), request.static
         return plan_type(
             tables=self.new_tables(sizes),
-            num_slots=static.num_rows if static else 0,
+            num_slots=static.num_slots(sizes.shape.num_local_experts) if static else 0,
             capture=capture_number(),
-            **self.fields_of(sizes, stream),
+            **self.fields_of(sizes, static, stream),
         )
 
     def new_tables(self, sizes: PlanSizes) -> PlanTensors:
         """Return memory for a plan alone."""
         return PlanTensors.of(sizes.shape, self._arena.device)
 
-    def fields_of(self, sizes: PlanSizes, stream: torch.cuda.Stream) -> dict[str, Any]:
+    def fields_of(self, sizes: PlanSizes, static: StaticRows | None, stream: torch.cuda.Stream) -> dict[str, Any]:
         """Return the fields that all plans of these sizes on a stream have in common."""
         return {
             "rank": self._arena.rank,
@@ -90,6 +91,7 @@ class DevicePlanner:
             "first_row": sizes.first_row,
             "held": sizes.held,
             "num_topk": sizes.shape.num_topk,
+            "rows_per_expert": static.rows_per_expert if static else None,
             "stream": stream.cuda_stream,
         }
 
@@ -125,8 +127,14 @@ class DevicePlanner:
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
         ]
-        max_slots, reports = (static.num_rows, static.on_overflow == "raise") if static else (_NO_LIMIT, False)
-        terms = PlanTerms(request.expert_alignment, max_slots, reports, request.launch.num_sms, is_followed_early)
+        terms = PlanTerms(
+            request.expert_alignment,
+            max_slots=static.num_slots(plan.tables.shape.num_local_experts) if static else _NO_LIMIT,
+            is_overflow_reported=static is not None and static.on_overflow == "raise",
+            num_sms=request.launch.num_sms,
+            rows_per_expert=(static and static.rows_per_expert) or 0,
+            is_followed_early=is_followed_early,
+        )
         return plan_slots(self._context.launcher(stream), self._context.tables, plan, published, terms, ticket)
 
     def next_ticket(self) -> int:
@@ -195,6 +203,6 @@ class DevicePlanner:
             reason = self._context.describe_invalid_id(token, k, expert_id)
             return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
         if overflow := report.take_overflow():
-            needed, limit = overflow
-            return RowOverflowError(self._arena.rank, limit, needed)
+            expert = overflow.local_expert
+            return RowOverflowError(self._arena.rank, overflow.limit, overflow.needed, local_expert=expert)
         return None

@@ -10,7 +10,7 @@ import torch
 
 from fusco.core.config import StaticRows
 from fusco.core.profile import CallProfile
-from fusco.core.rows import allocator_of, row_bytes
+from fusco.core.rows import allocator_of, expert_rows_shape, row_bytes
 from fusco.cuda.kernels.abi import Payload, Value
 from fusco.cuda.kernels.plan import PlanMemory, PlanTensors
 from fusco.cuda.kernels.program import Program
@@ -28,24 +28,32 @@ class Outputs:
     """Allocates rows of the same shapes, strides and dtypes as those of inputs, of no subclass."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._allocate, self._num_rows = allocator_of(device), -1
+        self._allocate = allocator_of(device)
+        self._shape: tuple[int, int | None] = (-1, None)
         self._arguments: list[Any] = []  # for the latest number of rows
         self._rows = [
             (tuple(rows.shape[1:]), rows.new_empty((1, *rows.shape[1:]), device="meta").stride(), rows.dtype)
             for rows in inputs
         ]
 
-    def new(self, num_rows: int) -> list[torch.Tensor]:
-        """Return memory for ``num_rows`` rows of each; ``RuntimeError`` of PyTorch if there is none."""
-        if num_rows != self._num_rows:
-            self._arguments = [((num_rows, *shape), strides, dtype) for shape, strides, dtype in self._rows]
-            self._num_rows = num_rows
+    def new(self, num_rows: int, rows_per_expert: int | None = None) -> list[torch.Tensor]:
+        """Return memory for ``num_rows`` rows of each; ``RuntimeError`` of PyTorch if there is none.
+
+        ``rows_per_expert`` is that of the plan.
+        """
+        if (num_rows, rows_per_expert) != self._shape:
+            self._shape, first = (num_rows, rows_per_expert), expert_rows_shape(num_rows, rows_per_expert)
+            of_experts = [rows_per_expert] if rows_per_expert else []
+            self._arguments = [
+                ((*first, *shape), (*(strides[0] * each for each in of_experts), *strides), dtype)
+                for shape, strides, dtype in self._rows
+            ]
         return list(starmap(self._allocate, self._arguments))
 
-    def new_or_none(self, num_rows: int) -> list[torch.Tensor] | None:
+    def new_or_none(self, num_rows: int, rows_per_expert: int | None = None) -> list[torch.Tensor] | None:
         """Return the same; ``None`` if there is no memory."""
         try:
-            return self.new(num_rows)
+            return self.new(num_rows, rows_per_expert)
         except RuntimeError:  # of PyTorch; running out of memory is one
             return None
 
@@ -101,7 +109,8 @@ class DispatchProgram(CallProgram):
 
     def outputs(self) -> list[torch.Tensor] | None:
         """Return memory for the rows, none if that depends on the plan; ``None`` if there is not enough."""
-        return [] if self.num_slots is None else self._outputs.new_or_none(self.num_slots)
+        rows_per_expert = self._of_plan["rows_per_expert"]
+        return [] if self.num_slots is None else self._outputs.new_or_none(self.num_slots, rows_per_expert)
 
     def run(
         self,
@@ -186,7 +195,9 @@ class PlanProgram(CallProgram):
 
     def outputs(self, plan: DevicePlan) -> list[torch.Tensor] | None:
         """Return memory for the outputs; ``None`` if there is not enough."""
-        return self._outputs.new_or_none(plan.num_slots if self.num_rows is None else self.num_rows)
+        if self.num_rows is not None:
+            return self._outputs.new_or_none(self.num_rows)
+        return self._outputs.new_or_none(plan.num_slots, plan.rows_per_expert)
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: DevicePlan) -> None:
         """Launch it, once all ranks agree."""
@@ -244,6 +255,9 @@ def rows_of_values(payloads: Sequence[torch.Tensor], first: int, first_output: i
     ]
 
 
-def new_outputs(inputs: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-    """Return memory for rows like those of each input."""
-    return [each.new_empty(num_rows, *each.shape[1:]) for each in inputs]
+def new_outputs(
+    inputs: Sequence[torch.Tensor], num_rows: int, rows_per_expert: int | None = None
+) -> list[torch.Tensor]:
+    """Return memory for rows like those of each input; ``rows_per_expert`` is that of a plan."""
+    first = expert_rows_shape(num_rows, rows_per_expert)
+    return [each.new_empty(*first, *each.shape[1:]) for each in inputs]

@@ -103,10 +103,15 @@ class IntranodeShuffle:
         """Return the program of a dispatch, and memory for its rows; none if that must wait for the plan."""
         static, row_sizes = request.static, list(map(row_bytes, payloads))
         num_ranks = len(sizes.first_row) - 1
-        num_slots = static.num_rows if static else affordable_bound_of(sizes.shape, num_ranks, request, row_sizes)
+        num_slots = (
+            static.num_slots(sizes.shape.num_local_experts)
+            if static
+            else affordable_bound_of(sizes.shape, num_ranks, request, row_sizes)
+        )
         outputs: list[torch.Tensor] = []
+        rows_per_expert = static.rows_per_expert if static else None
         try:
-            outputs = [] if num_slots is None else new_outputs(payloads, num_slots)
+            outputs = [] if num_slots is None else new_outputs(payloads, num_slots, rows_per_expert)
         except torch.cuda.OutOfMemoryError:  # nothing has been launched; there may be room for fewer
             if static:
                 raise
@@ -144,7 +149,7 @@ class IntranodeShuffle:
             self._planner,
             [context.program(each, first_output + len(payloads), stream) for each in together],
             PlanMemory(sizes.shape, context.arena.device, self._spare_limit),
-            self._planner.fields_of(sizes, stream),
+            self._planner.fields_of(sizes, request.static, stream),
             num_slots,
             is_static=request.static is not None,
             outputs=Outputs(payloads, context.arena.device),
@@ -160,7 +165,7 @@ class IntranodeShuffle:
         program = self._programs.use(key)
         if program is None:
             program = self._programs[key] = self._make_redispatch(request, payloads, stream)
-        outputs = new_outputs(payloads, plan.num_slots)
+        outputs = new_outputs(payloads, plan.num_slots, plan.rows_per_expert)
         program.run(outputs, payloads, plan)
         return self._made(program, request, request.payloads, outputs, call)
 
