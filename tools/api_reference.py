@@ -44,7 +44,8 @@ TOPICS: dict[str, dict[str, str]] = {
         "Balance of experts": "expert_loads reset_expert_loads summarize_loads LoadSummary update_expert_bias",
         "Measured steps": "Metrics StepMetrics MetricWriter MetricPrinter JsonLinesWriter CsvWriter TensorBoardWriter "
         "WandbWriter",
-        "Through transformers": "registered_with_transformers registered_as_experts_implementation TrainerCheckpoint",
+        "Through transformers": "registered_with_transformers registered_as_experts_implementation TrainerCheckpoint "
+        "distribute_adapters",
     },
     "fusco.offload": {
         "Copies": "copy_to_host copy_from_host Copy",

@@ -120,7 +120,8 @@ class ExpertAdapter:
         return a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 1, 0)
 
     def _local_projection(self) -> torch.Tensor:
-        return local_values(getattr(self._experts, self.parameter).detach())
+        stack: torch.Tensor = getattr(self._experts, self.parameter)
+        return local_values(stack.detach())
 
     @torch.no_grad()
     def _local_delta(self, adapter: str) -> torch.Tensor:
