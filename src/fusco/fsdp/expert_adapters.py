@@ -126,12 +126,13 @@ class ExpertAdapter:
     @torch.no_grad()
     def _local_delta(self, adapter: str) -> torch.Tensor:
         """Return what an adapter adds to this rank's part of the projection."""
-        stack = getattr(self._experts, self.parameter)
+        stack: torch.Tensor = getattr(self._experts, self.parameter)
         experts, rows, columns = local_part(stack)
         a, b = self._factors(adapter)
         left, right = (b, a) if is_output_first(self.layer) else (a, b)
         product = left[experts, :, rows].transpose(1, 2) @ right[experts, :, columns]
-        return (product * self.layer.scaling[adapter]).to(stack.dtype)
+        delta: torch.Tensor = (product * self.layer.scaling[adapter]).to(stack.dtype)
+        return delta
 
     def _check_finite(self, adapter: str, merged: torch.Tensor) -> None:
         is_finite = merged.isfinite().all().to(torch.int32)
