@@ -25,7 +25,7 @@ Made by `make docs` from the docstrings. Only names on this page are public, imp
 # All names of each package, by topic, in the order of the page; a name that is missing here is an error.
 TOPICS: dict[str, dict[str, str]] = {
     "fusco": {
-        "Communicate": "Communicator Dispatched Handle StaticRows Launch Segments Timeline",
+        "Communicate": "Communicator Dispatched Handle StaticRows Quantize Launch Segments Timeline",
         "Without a communicator": "all_to_all move_experts",
         "Experts that move": "MoveTask Pace",
         "Settings and memory": "Settings Capacity memory_size_hint MemorySize",

@@ -38,12 +38,13 @@ class Repeats:
         with_weights: bool,  # noqa: FBT001  as ``validate_dispatch``, by position
         static: StaticRows | None,
         launch: Launch | None,
+        origin: str = "",
     ) -> Dispatched | None:
         """Return the result of a dispatch, before autograd knows it."""
         if not self._is_enabled:
             return None
         try:
-            known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
+            known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
         sent: Dispatched | None = self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)

@@ -40,6 +40,7 @@ from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.owner_choice import CpuOwnerChoice
 from fusco.cpu.plan import CpuPlan
+from fusco.cpu.quantizer import CpuQuantizer
 from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
@@ -125,6 +126,9 @@ class CpuEngine:
 
     def owner_choice(self) -> CpuOwnerChoice:
         return CpuOwnerChoice()
+
+    def quantizer(self) -> CpuQuantizer:
+        return CpuQuantizer()
 
     def pending_error(self) -> Exception | None:
         """Errors are never deferred."""
