@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rank_setup import Setup, law_of, poison_recycler
 
 import fusco
-from comparison import assert_same_bits
+from comparison import assert_same_bits, assert_within, world_rows
 from fusco import Quantize, StaticRows
 from fusco.core.quantization import dequantize_rows, widened_scales
 from generator import KINDS, any_bits, random_of, rows_to_quantize
@@ -159,3 +159,52 @@ def row_bytes_of(group: dist.ProcessGroup, setup: Setup) -> tuple[int, int]:
 def narrow(setup: Setup) -> Setup:
     """Return the setup with room for quantised rows only."""
     return dataclasses.replace(setup, max_bytes_per_token=fusco.Quantize().row_bytes(HIDDEN))
+
+
+def check_sums(group: dist.ProcessGroup, setup: Setup, dtype: torch.dtype) -> None:
+    """Combine with sums that travel quantised: within the bound, and not without an error."""
+    quantize = setup.settings.wire_dtype
+    assert isinstance(quantize, Quantize)
+    has_error = False
+    with setup.open(group) as comm:
+        poison_recycler(comm, setup)
+        for seed in range(len(KINDS)):
+            case = setup.case(KINDS[seed], seed, comm.topology.world_size)
+            law, weights = law_of(comm, case, alignment=2), case.world_topk_weights()
+            y = world_rows(law, HIDDEN, dtype, seed)
+            x = torch.zeros(case.num_tokens(comm.rank), 1)
+            handle = comm.dispatch(x, case.topk_idx(comm.rank), weights[comm.rank], expert_alignment=2).handle
+            out = comm.combine(y[comm.rank], handle)
+            sums = law.sums(comm.rank, y, weights, comm.topology.rank_to_node)
+            blocks = sums.remote_size.view(len(x), HIDDEN // quantize.columns, quantize.columns)
+            largest = blocks.amax(-1, keepdim=True).expand_as(blocks).reshape(sums.exact.shape)
+            scales = (comm.topology.num_nodes - 1) * 2 * largest / 448  # twice, if powers of two
+            bound = law.error_bound(sums, dtype, torch.float32)
+            bound = (bound + sums.remote_size / 16 + scales * 2**-10) * 1.01
+            assert_within(out, sums.exact, bound, "combine")
+            has_error |= bool(((out.double() - sums.exact).abs() > law.error_bound(sums, dtype, None)).any())
+    assert has_error == (comm.topology.num_nodes > 1)
+
+
+def check_bits_of_sums(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Combine rows of one expert for each token: those of another node are what the reference returns."""
+    quantize = setup.settings.wire_dtype
+    assert isinstance(quantize, Quantize)
+    with setup.open(group) as comm:
+        for seed in range(3):
+            case = setup.case("ragged", seed, comm.topology.world_size, 1)
+            law = law_of(comm, case)
+            y = world_rows(law, HIDDEN, torch.bfloat16, seed)
+            handle = comm.dispatch(torch.zeros(case.num_tokens(comm.rank), 1), case.topk_idx(comm.rank)).handle
+            out, expected = comm.combine(y[comm.rank], handle), torch.zeros(case.num_tokens(comm.rank), HIDDEN)
+            num_sent = 0
+            for owner in law.ranks:
+                for slot, pair in enumerate(law.slots(owner)):
+                    is_remote = pair and comm.topology.rank_to_node[owner] != comm.topology.rank_to_node[pair.src]
+                    num_sent += bool(is_remote and owner == comm.rank)
+                    if pair and pair.src == comm.rank:
+                        row = y[owner][slot : slot + 1].float()
+                        travelled = dequantize_rows(*reference(row, quantize), quantize, torch.float32)
+                        expected[pair.token] = travelled if is_remote else row
+            assert_same_bits(out, expected.bfloat16(), "sums")
+            assert comm.profile.internode_row_bytes == num_sent * quantize.row_bytes(HIDDEN)

@@ -9,7 +9,7 @@ from rank_setup import Setup
 
 from fusco import Quantize, Settings
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+pytestmark = pytest.mark.multirank
 
 SETUP = Setup(
     ranks_per_node=2,
@@ -42,10 +42,12 @@ def test_rows_that_are_not_attached_to_records(world):
     world.run(jobs.check_quantized, 4, Setup(**{**vars(SETUP), "max_tokens": 300}), FORMATS[:3], torch.float16)
 
 
+@pytest.mark.cpu_only
 def test_static_rows(world):
     world.run(jobs.check_static, 4, SETUP)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("is_own_function", [False, True])
 def test_gradients_go_straight_through(world, is_own_function):
     for results in world.run(jobs.gradients, 4, SETUP, is_own_function=is_own_function):
@@ -53,6 +55,7 @@ def test_gradients_go_straight_through(world, is_own_function):
             torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cpu_only
 def test_mistakes_are_named_on_all_ranks(world):
     texts = [
         "rows to quantise must be (num_tokens, a multiple of 128), as each block of 'fp8_e4m3' has that many columns",
@@ -78,6 +81,7 @@ def test_mistakes_are_named_on_all_ranks(world):
                 assert error.startswith(kind), error
 
 
+@pytest.mark.cpu_only
 def test_links_carry_about_half_of_the_bytes(world):
     for plain, quantized in world.run(jobs.row_bytes_of, 4, SETUP):
         assert plain > 0
@@ -86,3 +90,29 @@ def test_links_carry_about_half_of_the_bytes(world):
 
 def test_room_for_quantised_rows_is_enough(world):
     world.run(jobs.check_quantized, 2, jobs.narrow(SETUP), FORMATS[:1], torch.bfloat16)
+
+
+SUMS = [Quantize(), Quantize(block=32, scale="power-of-two")]
+
+
+def with_sums(quantize: Quantize, **changes) -> Setup:
+    settings = Settings(timeout_s=60.0, slice_bytes=5000, wire_dtype=quantize)
+    return Setup(**{**vars(SETUP), "settings": settings, **changes})
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("quantize", SUMS, ids=str)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (2, 1), (4, 2), (6, 2)])
+def test_sums_that_travel_quantised_are_within_their_bound(world, num_ranks, ranks_per_node, quantize):
+    world.run(jobs.check_sums, num_ranks, with_sums(quantize, ranks_per_node=ranks_per_node), torch.bfloat16)
+
+
+@pytest.mark.cpu_only
+def test_sums_that_are_not_attached_to_records(world):
+    world.run(jobs.check_sums, 4, with_sums(SUMS[0], max_tokens=300, balancer="scattered"), torch.float32)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("max_tokens", [24, 300])
+def test_bits_of_sums_that_travel_quantised(world, max_tokens):
+    world.run(jobs.check_bits_of_sums, 2, with_sums(SUMS[0], ranks_per_node=1, max_tokens=max_tokens))

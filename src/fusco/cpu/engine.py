@@ -25,6 +25,7 @@ from fusco.core.rows import as_bytes, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
+from fusco.core.wire import Wire
 from fusco.cpu.all_to_all import ByteMemory, Exchanges
 from fusco.cpu.attached_sums import AttachedSums
 from fusco.cpu.attachments import Attachments
@@ -166,7 +167,7 @@ class CpuEngine:
             return Pending((), lambda _: [self._sum_rows(plan, rows, weights, call)])
         with call.profile.spend("staging"):
             terms = Terms.of(plain(rows), weights, plan.pairs, self._memory.local)
-            sums = AttachedSums(plan, self._memory, terms, self._wire_dtype(rows), rows.dtype, call)
+            sums = AttachedSums(plan, self._memory, terms, self._wire(rows), rows.dtype, call)
 
         def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             with call.profile.spend("wire"):
@@ -176,8 +177,8 @@ class CpuEngine:
 
         return Pending((), run, sums.attach)
 
-    def _wire_dtype(self, rows: torch.Tensor) -> torch.dtype:
-        return torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
+    def _wire(self, rows: torch.Tensor) -> Wire:
+        return Wire.of(rows.dtype, rows.shape[1], self._settings.wire_dtype)
 
     def _plan(
         self,
@@ -266,10 +267,10 @@ class CpuEngine:
     ) -> torch.Tensor:
         with call.profile.spend("wire"):
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
-            wire_dtype = self._wire_dtype(rows)
+            wire = self._wire(rows)
             rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
             chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
-            carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
+            carried, size = plan.rank_lanes.carried, wire.row_bytes
             returned: list[Task] = []
             if not self._is_one_node:
                 returned = [self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)]
@@ -282,7 +283,7 @@ class CpuEngine:
                 send_ring=self._send_ring(),
                 scratch=self._private[-1],
                 out=out,
-                wire_dtype=wire_dtype,
+                wire=wire,
                 call=call,
             )
             produce = ProducePartialSums(self._memory, terms, chunks)
