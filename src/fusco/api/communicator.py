@@ -184,7 +184,7 @@ class Communicator(ExpertMoves):
             payloads = made_of.payloads
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
-        origin = made_of.origin if made_of else ""
+        origin = made_of.origin if made_of else None
         arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
         sent = self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
         if made_of:

@@ -14,7 +14,7 @@ from fusco.api.validation import Validator
 from fusco.core.config import Launch
 from fusco.core.quantization import Quantize, dequantize_rows
 from fusco.core.rows import wants_grad
-from fusco.engine.quantizer import Quantizer
+from fusco.engine.quantizer import Origin, Quantizer
 
 
 class QuantizedRows:
@@ -23,14 +23,14 @@ class QuantizedRows:
     Attributes:
         x: the caller's rows.
         payloads: values and scales, as rows.
-        origin: what the payloads are of, as text: the same on all ranks.
+        origin: what the payloads are of.
     """
 
     def __init__(self, quantizer: Quantizer, quantize: Quantize, x: torch.Tensor, launch: Launch | None) -> None:
         self._quantizer, self._quantize, self._launch = quantizer, quantize, launch
         self.x = x
-        self.origin = _origin(quantize, x)
-        self.payloads = list(quantizer.quantize(x.detach(), quantize))
+        self.origin = Origin(x.detach(), quantize, _described(quantize, x))
+        self.payloads = list(quantizer.quantize(self.origin.x, quantize))
 
     def arrived(self, sent: Dispatched) -> Dispatched:
         """Return a dispatch of the payloads with scales in the layout that was asked for."""
@@ -55,7 +55,7 @@ def quantized(
     return QuantizedRows(quantizer, quantize, payloads[0], launch)
 
 
-def _origin(quantize: Quantize, x: torch.Tensor) -> str:
+def _described(quantize: Quantize, x: torch.Tensor) -> str:
     """Return what must be equal on all ranks beyond the dtypes and shapes of values and scales."""
     options = f"{quantize.format}, {quantize.rule}, {quantize.columns}, {quantize.global_scale}"
     return f"{options}, gradients of {x.dtype}" if wants_grad(x) else options

@@ -15,6 +15,7 @@ from fusco.control.session import Session
 from fusco.core.config import Launch, StaticRows
 from fusco.core.movable import why_nothing_moves_here
 from fusco.engine.base import LateRejection, Plan
+from fusco.engine.quantizer import Origin
 
 
 class Repeats:
@@ -38,7 +39,7 @@ class Repeats:
         with_weights: bool,  # noqa: FBT001  as ``validate_dispatch``, by position
         static: StaticRows | None,
         launch: Launch | None,
-        origin: str = "",
+        origin: Origin | None = None,
     ) -> Dispatched | None:
         """Return the result of a dispatch, before autograd knows it."""
         if not self._is_enabled:

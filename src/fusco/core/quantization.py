@@ -25,12 +25,12 @@ _TMA_BYTES = 16  # strides that TMA reads are multiples of this
 class Quantize:
     """Quantise rows where their tokens are, so that links carry half of the bytes of bfloat16, or a quarter.
 
-    Each run of ``block`` columns of a row, a *scale block*, has a scale: a value is about its code times the scale. All bits
-    are defined, the same on the CPU and on CUDA: those of the public functions below, run by PyTorch on the CPU. That
-    is float32 with correctly rounded divisions; on CUDA PyTorch multiplies by the inverse of a constant instead, so the
-    functions themselves may differ there in the last bit of a scale. Values that are too large become the largest one,
-    as in PyTorch from 2.13 on and in the conversions of NVIDIA's devices, also in older PyTorch. A NaN is always the
-    code 0x7f (also those that the reference gives a sign).
+    Each run of ``block`` columns of a row, a *scale block*, has a scale: a value is about its code times the scale. All
+    bits are defined, the same on the CPU and on CUDA: those of the public functions below, run by PyTorch on the CPU.
+    That is float32 with correctly rounded divisions; on CUDA PyTorch multiplies by the inverse of a constant instead,
+    so the functions themselves may differ there in the last bit of a scale. Values that are too large become the
+    largest one, as in PyTorch from 2.13 on and in the conversions of NVIDIA's devices, also in older PyTorch. A NaN is
+    always the code 0x7f (also those that the reference gives a sign).
 
     ============== ================================== ===========================================================
     format         values; scales of a row            bits of

@@ -33,6 +33,7 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
+from fusco.cpu.kernels.quantize_rows import quantize_rows
 from fusco.cpu.kernels.segment_memory import JoinedPieces, JoinedSegments
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
@@ -60,6 +61,7 @@ from fusco.engine.base import (
 )
 from fusco.engine.byte_stream import run_stream
 from fusco.engine.published_rows import PublishedRows
+from fusco.engine.quantizer import Origin
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
@@ -139,7 +141,7 @@ class CpuEngine:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
         published = PublishedRows(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
         self._routing_exchange.publish(request.routing)
-        self._stage(request.payloads, call)
+        self._stage(request.payloads, call, request.origin)
         attachments: Attachments | None = None
         if self._can_attach and request.balancer is balance_by_lanes:
             num_bytes = sum(map(row_bytes, request.payloads))
@@ -223,11 +225,17 @@ class CpuEngine:
             is_attached=attachments is not None,
         )
 
-    def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
-        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later."""
+    def _stage(self, payloads: Sequence[torch.Tensor], call: Call, origin: Origin | None = None) -> None:
+        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later.
+
+        Rows that are sent quantised become codes and scales on the way.
+        """
         sizes, num_tokens = list(map(row_bytes, payloads)), len(payloads[0])
         with call.profile.spend("staging"):
             rows = self._memory.own_rows((num_tokens, sum(sizes)))
+            if origin:
+                quantize_rows(plain(origin.x), origin.quantize, rows[:, : sizes[0]], rows[:, sizes[0] :])
+                return
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
                 rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from fusco.core.config import Launch
 from fusco.core.quantization import Quantize
+
+
+class Origin(NamedTuple):
+    """What the payloads of a dispatch are of."""
+
+    x: torch.Tensor  # the caller's rows, (num_tokens, hidden)
+    quantize: Quantize
+    text: str  # of what must be equal on all ranks, beyond the payloads
 
 
 class Quantizer(Protocol):
@@ -16,7 +24,8 @@ class Quantizer(Protocol):
     def quantize(self, x: torch.Tensor, quantize: Quantize) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and scales of each row, (num_tokens, ...), of rows (num_tokens, hidden).
 
-        On a device they are computed on the caller's stream, in the order of the communicator's calls.
+        On a device they are computed on the caller's stream, in the order of the communicator's calls. On the CPU they
+        are uninitialised: the engine quantises as it stages rows, from ``DispatchRequest.origin``.
         """
 
     def lay_out(
