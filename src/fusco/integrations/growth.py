@@ -132,7 +132,7 @@ class GrowingCommunicators:
 
     def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
         """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle."""
-        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.wire_dtype is None else 4)
+        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.sum_dtype is None else 4)
 
     def turn_to(self, grown: Grown, verb: str) -> Communicator:
         """Return the communicator of a handle for a call along it; a collective if the call before was in another."""
