@@ -97,7 +97,7 @@ def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook
 def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
     """Return the texts of errors for calls that all ranks make; the buffer works afterwards."""
     buffer, other, texts = Buffer(group), Buffer(group), []
-    x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int64)
+    x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.arange(4).view(2, 2)
     weights, stats = torch.ones(2, 2), torch.zeros(group.size(), group.size(), dtype=torch.int64)
     given: dict[str, Any] = {"use_fp8": False}
 
@@ -111,7 +111,7 @@ def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: send(x, ids, 2, 4, async_finish=True, return_recv_hook=True),
         lambda: send(x, ids, 2, 4, dispatch_wait_recv_cost_stats=stats),
         lambda: buffer.low_latency_dispatch(x, ids, 2, 4, use_ue8m0=True),
-        lambda: buffer.low_latency_combine(rows, ids + 1, weights, handle),
+        lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
         lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),
         lambda: other.low_latency_combine(rows, ids, weights, (None, None)),
         lambda: buffer.low_latency_update_mask_buffer(1, True),
