@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fusco.fsdp.expert_adapters import ExpertAdapter
 from fusco.fsdp.resharding import is_whole_copy
+from fusco.fsdp.shards import local_part, local_values
 
 # Values of LoraConfig.init_lora_weights (peft 0.21) with which adapters do not depend on the weights below them.
 _INDEPENDENT = (True, False, "gaussian", "orthogonal")
+_LORA_WEIGHT = re.compile(r"(?P<layer>.*)\.lora_(?P<half>(embedding_)?[AB])\.(?P<adapter>[^.]+)(\.weight|\.bias)?")
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -51,6 +58,20 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: _base_name(name, prefix, wrapped) for name in names if not _is_of_adapter(name, wrapped)}
 
 
+def adapter_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of weights that the files of a model's adapters may have.
+
+    These are those of adapters, the copies that they train, and all outside of blocks: embeddings that were resized are
+    in such files, too.
+    """
+    wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    return {
+        name
+        for name in names
+        if _is_of_adapter(name, wrapped) or ".modules_to_save." in name or not any(map(str.isdigit, name.split(".")))
+    }
+
+
 def _is_of_adapter(name: str, wrapped: set[str]) -> bool:
     parts = name.split(".")
     inside = [length for length in range(1, len(parts)) if ".".join(parts[:length]) in wrapped]
@@ -71,6 +92,44 @@ def _base_name(name: str, prefix: str, wrapped: set[str]) -> str:
     return ".".join(kept).removeprefix(f"{prefix}.")
 
 
+@torch.no_grad()
+def initialize_adapters(model: nn.Module) -> None:
+    """Give LoRA adapters, which have memory but no values yet, those that peft starts from; a collective of all ranks.
+
+    A is random, the same on all ranks, and B is zero (for embeddings the reverse). Warns about adapters that it cannot
+    initialise.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {}) if is_adapted(model) else {}
+    starts = {adapter: getattr(config, "init_lora_weights", None) for adapter, config in configs.items()}
+    known = {adapter for adapter, start in starts.items() if start is True or start == "gaussian"}
+    known -= {adapter for adapter in known if getattr(configs[adapter], "use_dora", False)}
+    if unknown := starts.keys() - known:
+        warnings.warn(
+            f"adapter {min(unknown)} (init_lora_weights={starts[min(unknown)]}) has undefined values: load a "
+            f"checkpoint, or call peft.get_peft_model for a model that has weights",
+            stacklevel=3,
+        )
+    if not known:
+        return
+    seed = [torch.initial_seed()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    generator = torch.Generator("cpu").manual_seed(seed[0])
+    for name, parameter in model.named_parameters():
+        found = _LORA_WEIGHT.fullmatch(name)
+        if not found or found["adapter"] not in known:
+            continue
+        values = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+        if found["half"] == "embedding_B":
+            values.normal_(generator=generator)
+        elif found["half"] == "A" and starts[found["adapter"]] == "gaussian":
+            layer: Any = model.get_submodule(found["layer"])
+            values.normal_(std=1 / layer.r[found["adapter"]], generator=generator)
+        elif found["half"] == "A":
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        local_values(parameter).copy_(values[local_part(parameter)])
+
+
 def prepare_adapters(model: nn.Module, name: str) -> None:
     """Make adapters of a sharded model merge into its shards, and its base model say why it cannot be called.
 
@@ -80,8 +139,10 @@ def prepare_adapters(model: nn.Module, name: str) -> None:
         return
     for layer, module in model.named_modules():
         if hasattr(module, "base_layer"):
+            forward = vars(module).get("forward")
+            merging: Any = forward if isinstance(forward, ExpertAdapter) else module
             for verb in ("merge", "unmerge"):
-                setattr(module, verb, _MergeIntoShards(getattr(module, verb), module, layer))
+                setattr(module, verb, _MergeIntoShards(getattr(merging, verb), module, layer))
     base = base_model(model)
     if base is not model and (first := _first_of_root(model)):
         base.register_forward_pre_hook(_BaseCall(name, *first))
