@@ -69,6 +69,19 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
 
 
 @pytest.mark.multirank
+def test_a_scheme_of_the_caller_is_verified_and_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'examples'}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    out = tmp_path / "own.jsonl"
+    options = ["--traffic", "zipf", "--variants", "fusco,own_scheme:Ring", *SHAPE, "--json", str(out)]
+    done = CliRunner().invoke(app, ["bench", "shuffle", *options])
+    assert done.exit_code == 0, done.output
+    ours, own = map(json.loads, out.read_text().splitlines())
+    assert (own["variant"], own["verified"], own["balancer"]) == ("own_scheme:Ring", True, "none")
+    assert min(ours["total_ms"], own["total_ms"]) > 0
+
+
+@pytest.mark.multirank
 def test_ctrl_c_ends_a_benchmark_at_once():
     command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
     with subprocess.Popen(

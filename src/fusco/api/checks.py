@@ -14,7 +14,7 @@ from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, row_bytes, wants_grad
 from fusco.core.segments import Segments
-from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.cuda.memory.layout import MAX_PAYLOADS
 from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 
@@ -110,7 +110,7 @@ class Checks:
                 f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
                 f"{self.capacity.max_tokens_per_rank}"
             )
-        self._row_bytes(sum(map(row_bytes, payloads)))
+        self._row_bytes(payloads, sum(map(row_bytes, payloads)))
 
     def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``y`` are valid expert-major rows for a combine."""
@@ -119,7 +119,7 @@ class Checks:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_rows:
             raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
-        self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+        self._row_bytes([y], y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def require_weights(self, topk_weights: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``topk_weights`` has a weight for each token and k of a dispatch of this communicator."""
@@ -224,11 +224,16 @@ class Checks:
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
 
-    def _row_bytes(self, num_bytes: int) -> None:
+    def _row_bytes(self, payloads: Sequence[torch.Tensor], num_bytes: int) -> None:
         if num_bytes < 1:
             raise ValueError("rows without elements cannot be moved")
         if num_bytes > self.capacity.max_row_bytes:
             raise ValueError(
-                f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
-                f"{self.capacity.max_bytes_per_token}"
+                f"a token is {' and '.join(map(_values, payloads))}, {num_bytes} bytes as it travels, but the "
+                f"communicator was made for max_bytes_per_token={self.capacity.max_bytes_per_token}: make it with the "
+                f"hidden and dtype of these rows"
             )
+
+
+def _values(rows: torch.Tensor) -> str:
+    return f"{rows.shape[1:].numel()} values of {str(rows.dtype).removeprefix('torch.')}"

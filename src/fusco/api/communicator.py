@@ -63,10 +63,12 @@ class Communicator(ExpertMoves):
         num_experts: int,
         num_topk: int,
         max_tokens_per_rank: int,
-        max_bytes_per_token: int,
+        hidden: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        max_bytes_per_token: int | None = None,
         expert_placement: ExpertPlacement | PlannedPlacement | Sequence[Any] | None = None,
         ranks_per_node: int | None = None,
-        balancer: Balancer | None = None,
+        balancer: Balancer | str | None = None,
         settings: Settings | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -77,16 +79,18 @@ class Communicator(ExpertMoves):
             num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
             max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
-            max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
-                ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
+            hidden: values of a token's row, of ``dtype`` in ``dispatch`` and ``combine``.
+            dtype: of rows of ``hidden`` values; for FP8 rows that are combined as bfloat16, bfloat16.
+            max_bytes_per_token: instead of ``hidden``, the maximum bytes of a token's row, in ``dispatch`` (all
+                payloads together) and in ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows').
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
                 Or the expert in each place of each rank, (R, P) with -1 for an empty place; an ``ExpertPlacement``, or
                 what ``fusco.placement.plan_placement`` returns. Then an expert may be on several ranks, ``place``
                 replaces the placement, and ``Dispatched`` has a block of rows for each place.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
-            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks;
-                ``None`` means ``BALANCERS["lanes"]`` on the CPU and ``BALANCERS["send-and-receive"]`` on CUDA. With one
-                that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all ranks in a
+            balancer: a name of ``fusco.BALANCERS``, or a pure function of the traffic that chooses who sends and who
+                forwards, the same on all ranks; ``None`` means ``"lanes"`` on the CPU, ``"send-and-receive"`` on CUDA.
+                With a function of your own, every dispatch between nodes compares its results on all ranks in a
                 second exchange of records, and raises ``MismatchError`` if they differ. With ``"lanes"``, ranks of a
                 node also send segments of ``shuffle`` for each other.
             settings: slices, rings, limits; ``None`` means the defaults.
@@ -103,6 +107,8 @@ class Communicator(ExpertMoves):
             num_experts=num_experts,
             num_topk=num_topk,
             max_tokens_per_rank=max_tokens_per_rank,
+            hidden=hidden,
+            dtype=dtype,
             max_bytes_per_token=max_bytes_per_token,
             expert_placement=expert_placement,
             ranks_per_node=ranks_per_node,

@@ -9,7 +9,7 @@ import torch
 from fusco.engine.base import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Handle:
     """A planned routing. It belongs to the communicator that made it and serves any number of calls.
 
@@ -24,6 +24,10 @@ class Handle:
     topk_weights: torch.Tensor | None
     number: int
     weights_version: int = 0
+
+    def __repr__(self) -> str:
+        weights = ", weighted" if self.is_weighted else ""
+        return f"Handle(of dispatch #{self.number}, {self.num_tokens} tokens, {self.num_rows} rows{weights})"
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +60,7 @@ def without_weights(handle: Handle) -> Handle:
     return replace(handle, topk_weights=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dispatched:
     """Result of ``dispatch``.
 
@@ -76,6 +80,10 @@ class Dispatched:
     weights: torch.Tensor | None
     handle: Handle
     event: torch.cuda.Event | None = None
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.payloads)
+        return f"Dispatched({rows} on {self.rows.device}, {len(self.num_rows_per_expert)} local experts)"
 
     @property
     def num_rows_per_expert_on_host(self) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from fusco.bench import names
-from fusco.bench.shuffle.variants import choose_variants, recorded_variant
+from fusco.bench.shuffle.variants import choose_variants, is_of_caller, load_of_caller, recorded_variant
 from fusco.cli import options
 from fusco.cli.explore import plan_views
 from fusco.cli.reports import report
@@ -41,7 +41,7 @@ class ShuffleOptions:
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            help="Variants to compare, with commas or repeated. "
+            help="Variants to compare, with commas or repeated; your own as package.module:function. "
             f"Default: {_defaults('cpu', 2)}; on CUDA {_defaults('cuda', 1)}, between nodes {_defaults('cuda', 2)}."
         ),
     ] = None
@@ -84,6 +84,8 @@ class ShuffleOptions:
         selected = options.choose_names(self.variants, [], "variants")
         num_nodes = workloads[0].topology.num_nodes
         variants = choose_variants(place.device, num_nodes, selected, with_ablation=self.ablation)
+        for variant in filter(is_of_caller, variants):
+            load_of_caller(variant)
         if self.timeline and place.device != "cuda":
             raise ValueError("--timeline records GPUs: it needs --device cuda")
         if self.timeline and recorded_variant(variants) is None:
