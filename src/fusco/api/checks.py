@@ -76,14 +76,28 @@ class Checks:
                 f"expert_alignment={alignment} may pad this rank's rows to {num_rows}, more than {MAX_INT32}"
             )
 
-    def require_static(self, static: StaticRows | None) -> None:
-        """Raise unless ``static`` is valid and, during a graph capture, given."""
+    def require_static(self, static: StaticRows | None, alignment: int) -> None:
+        """Raise unless ``static`` is valid for blocks of an alignment and, during a graph capture, given."""
         if static is not None and not isinstance(static, StaticRows):
             raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
         if static is None and self._is_capturing:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
-                "pass static=StaticRows(num_rows)"
+                "pass static=StaticRows(num_rows), or StaticRows(rows_per_expert=c)"
+            )
+        if static is None or static.rows_per_expert is None:
+            return
+        num_local, rows_per_expert = len(self.placement.rank_to_experts[self.rank]), static.rows_per_expert
+        if static.num_slots(num_local) > MAX_INT32:
+            raise ValueError(
+                f"rows_per_expert={rows_per_expert} for {num_local} experts of this rank are "
+                f"{static.num_slots(num_local)} rows, more than {MAX_INT32}"
+            )
+        self.require_alignment(alignment)
+        if rows_per_expert % alignment:
+            raise ValueError(
+                f"rows_per_expert={rows_per_expert} is not a multiple of expert_alignment={alignment}: blocks of "
+                f"experts would not be aligned"
             )
 
     def require_not_capturing(self, verb: str) -> None:
@@ -118,7 +132,8 @@ class Checks:
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_rows:
-            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
+            shape = ", ".join(map(str, handle.rows_shape))
+            raise ValueError(f"y must be ({shape}, hidden), as dispatch returned, got {tuple(y.shape)}")
         self._row_bytes([y], y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def require_weights(self, topk_weights: torch.Tensor, handle: Handle) -> None:
@@ -139,8 +154,8 @@ class Checks:
         self._tensor("values", values)
         if not values.is_floating_point():
             raise TypeError(f"values must be of a floating-point dtype, got {values.dtype}")
-        if values.shape != (handle.num_rows,):
-            raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
+        if values.shape != handle.rows_shape:
+            raise ValueError(f"values must have shape {handle.rows_shape}, a value of each row, got {[*values.shape]}")
 
     def require_experts(self, name: str, tensors: Sequence[torch.Tensor], num_places: int) -> None:
         """Raise unless ``tensors`` are weights of as many experts: tensors (P, ...) with contiguous rows."""
