@@ -57,9 +57,9 @@ test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda
 test-gpu-within-node:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda
 test-gpu-between-nodes:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda-nodes
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.

@@ -231,7 +231,7 @@ class Communicator(ExpertMoves):
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts. Rows that were dropped add
             nothing.
         """
-        (out,) = self._sum("combine", [as_slots(y, handle)], handle, weights, launch)
+        (out,) = self._sum("combine", [as_slots(y, handle, 3)], handle, weights, launch)
         if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]

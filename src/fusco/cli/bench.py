@@ -11,7 +11,9 @@ from fusco.cli.bench_links import offload, rails
 from fusco.cli.bench_planning import balance, balancers, schedule
 from fusco.cli.bench_prefill import prefill
 from fusco.cli.bench_shuffle import shuffle
+from fusco.cli.help import CommandGroup, add_commands
 
-app = typer.Typer(help="Verify, then measure.", no_args_is_help=True)
-for _command in (shuffle, alltoall, schedule, host, prefill, decode, rails, offload, balancers, balance):
-    app.command()(_command)
+app = typer.Typer(cls=CommandGroup, help="Verify, then measure.", no_args_is_help=True)
+add_commands(
+    app, (shuffle, alltoall, schedule, host, prefill, decode, rails, offload, balancers, balance), prefix="bench "
+)

@@ -174,7 +174,7 @@ def print_prefill(console):
     case = {"batch": "ragged prompts", "routing": "random", "lengths": [], "errors": [], "iterations": [], "job": {}}
     given = {**case, "hardware": GPUS, "versions": {"torch": "2.11.0", "transformers": "5.9.1"}}
     records = [wide(PrefillRecord, variant=name, **given) for name in job.variants]
-    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console)
+    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console, explain=True)
 
 
 def print_decode(console):
