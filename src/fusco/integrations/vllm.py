@@ -131,7 +131,9 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             self._table = PlacementTable.agree(self._group, num_experts, expert_map, a1.device)
         ids, weights = self._table.to_places(topk_ids), topk_weights.float()
         with _communicating():
+            _use_here(*payloads, ids, weights)
             sent = self._rows.dispatch(payloads, ids, weights, static=static)
+        _use_here(*sent.dispatched.payloads, sent.dispatched.num_rows_per_expert, sent.dispatched.weights)
         self._sent[dbo_current_ubatch_id()] = sent
         return self._arrived(sent, quantization, static)
 
@@ -167,7 +169,9 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 )
             rows = rows.reshape(*sent.dispatched.rows.shape[:-1], output.shape[1])
         with _communicating():
+            _use_here(rows)
             sums = sent.combine([rows], weights=weights)[0]
+        _use_here(sums)
         output.copy_(sums)
 
     def _static_rows(self, num_tokens: int, num_topk: int) -> StaticRows | None:
@@ -232,8 +236,11 @@ class FuscoBatchedPrepareAndFinalize(FuscoPrepareAndFinalize):
 
 @contextmanager
 def _communicating() -> Iterator[None]:
-    """Run the block while the other of two micro-batches computes; the computing stream waits at its end."""
-    if not dbo_enabled():
+    """Run the block while the other of two micro-batches computes; the computing stream waits at its end.
+
+    In a capture all work stays on its stream, as vLLM's own collectives do there: micro-batches follow each other.
+    """
+    if not dbo_enabled() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield
         return
     dbo_yield_and_switch_from_compute_to_comm()
@@ -241,6 +248,14 @@ def _communicating() -> Iterator[None]:
         yield
     finally:
         dbo_switch_to_compute_sync()
+
+
+def _use_here(*tensors: torch.Tensor | None) -> None:
+    """Keep the memory of tensors of the other stream of two micro-batches until this stream has used them."""
+    if dbo_enabled():
+        for each in tensors:
+            if each is not None and each.is_cuda:
+                each.record_stream(torch.cuda.current_stream())
 
 
 def _most_tokens(num_tokens: int) -> int:
