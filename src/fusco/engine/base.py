@@ -90,8 +90,11 @@ class Plan(Protocol):
         empty slots. On CUDA the host may wait, so it is no part of a graph.
         """
 
-    def replace_weights(self, slot_weights: torch.Tensor) -> None:
-        """Replace the weights that were sent with the routing by those of slots, (num_slots,) of the same dtype."""
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        """Replace the weights that were sent with the routing, by others of the same dtype.
+
+        ``of_slots`` has all weights of each slot's token (num_slots, num_topk); those of empty slots are not read.
+        """
 
 
 PlanT = TypeVar("PlanT", bound=Plan)

@@ -46,8 +46,8 @@ class SentRows(SentHandle):
         They are float32 (num_tokens, num_topk) and travel in a collective of their own. They stay until the next ones.
         """
         comm = self.comms.turn_to(self.grown, "replace_weights")
-        weights = comm.dispatch_weights(topk_weights, self.handle, launch=launch)
-        self.handle.plan.replace_weights(weights.reshape(-1))
+        (of_rows,) = comm.dispatch_again(topk_weights, self.handle, launch=launch)
+        self.handle.plan.replace_weights(of_rows.view(self.handle.num_rows, -1))
 
     def rows_of_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return one value of each row, (num_rows,), as rows of float32 that a combine can add up."""

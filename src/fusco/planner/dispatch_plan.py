@@ -108,10 +108,10 @@ class DispatchPlan:
         sources = torch.stack((src, pairs.pair_to_row - first_row[src]), 1)
         return sources.new_zeros(self.num_slots, 2).index_copy_(0, pairs.pair_to_slot, sources)
 
-    def replace_weights(self, slot_weights: torch.Tensor) -> None:
-        # What was made of the former ones is kept where cached properties are.
-        vars(self)["weights"] = slot_weights[self.distribution.pair_to_slot]
-        vars(self)["slot_weights"] = slot_weights
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        # Where cached properties keep what was made of the former ones.
+        vars(self)["weights"] = of_slots[self.distribution.pair_to_slot, self.distribution.pair_to_k]
+        vars(self).pop("slot_weights", None)
 
     def num_rows_from(self, src_rank: int) -> int:
         """Return the number of rows of ``src_rank`` on this node."""

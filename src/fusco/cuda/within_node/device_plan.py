@@ -119,10 +119,11 @@ class DevicePlan(PlannedRows):
         sources = (src, rows - first[src])
         return torch.stack([self._of_slots(each[:, None].expand(slots.shape)) for each in sources], 1)
 
-    def replace_weights(self, slot_weights: torch.Tensor) -> None:
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
         weights, slots = self.weights, self.tables.row_to_slots
         assert weights is not None, "a plan without weights has no memory for any"
-        torch.where(slots < 0, 0, slot_weights[slots.clamp(min=0)], out=weights)
+        # Pairs without a slot get any weights, as kernels do not read them.
+        weights.copy_(of_slots[slots.clamp(min=0), torch.arange(self.num_topk, device=slots.device)])
         self._by_slot.pop("weights", None)
 
     def kept(self, made: dict[_Key, _Made], key: _Key, make: Callable[[], _Made]) -> _Made:

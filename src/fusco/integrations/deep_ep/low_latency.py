@@ -22,6 +22,7 @@ from fusco.integrations.along_handles import require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows
 from fusco.integrations.deep_ep.events import EventOverlap, finished
 from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
 _BITS_OF_COUNT = 32  # of an element of ``LowLatencyHandle.layout_range``
@@ -90,6 +91,7 @@ class LowLatencyCalls(BufferBase):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
+        self._kept = KeptTensors()
         self._combine_buffers: dict[Any, torch.Tensor] = {}  # by shape, device and capture of a graph
 
     @staticmethod
@@ -165,7 +167,10 @@ class LowLatencyCalls(BufferBase):
             require_shape("cumulative_local_expert_recv_stats", stats, num_local)
             quantize = _quantize(round_scale, use_ue8m0) if use_fp8 else None
             # Room for the weights of a combine, which come with it.
-            weights = torch.ones(topk_idx.shape, dtype=torch.float32, device=x.device)
+            shape = tuple(topk_idx.shape)
+            weights = self._kept.get(
+                f"ones {shape}", x.device, lambda: torch.ones(shape, dtype=torch.float32, device=x.device)
+            )
             num_received = torch.empty(num_local, dtype=torch.int32, device=x.device)
             static = StaticRows(rows_per_expert=num_max * self._num_ranks)
         sent = ExpertRows(self._comms, num_experts, num_max).dispatch(
