@@ -88,8 +88,6 @@ def dispatcher_layers(group: dist.ProcessGroup, mode: str) -> list[float] | str:
                 raise
             return f"SGLang cannot be imported: {missing}"
         assert module.use_deepep, module._deepep_import_error
-        if mode != "NORMAL" and not hasattr(module.Buffer, "low_latency_dispatch"):
-            return "deep_ep has no low-latency calls"
         has_gemm = mock.patch.object(module.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", new=True)
         with has_gemm, mock.patch.object(utils, "get_server_args", return_value=None):
             made = [_dispatcher(module, group, utils.DeepEPMode[mode]) for _ in range(2)]

@@ -92,20 +92,17 @@ def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
     size, first = group.size(), NUM_EXPERTS // group.size() * group.rank()
     usual = {"group": group, "num_nvl_bytes": 1 << 20, "num_qps_per_rank": 1, "explicitly_destroy": True}
     normal = deep_ep.Buffer(num_rdma_bytes=0, low_latency_mode=False, **usual)
-    ways = {
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, size, NUM_EXPERTS)
+    low_latency = deep_ep.Buffer(num_rdma_bytes=num_bytes, low_latency_mode=True, **usual)
+    yield {
         "DeepEPHTPrepareAndFinalize": DeepEPHTPrepareAndFinalize(
             normal, num_dispatchers=size, dp_size=size, rank_expert_offset=first
-        )
+        ),
+        "DeepEPLLPrepareAndFinalize": DeepEPLLPrepareAndFinalize(
+            low_latency, max_tokens_per_rank=MAX_TOKENS, num_dispatchers=size
+        ),
     }
-    buffers = [normal]
-    if hasattr(deep_ep.Buffer, "low_latency_dispatch"):
-        num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, size, NUM_EXPERTS)
-        buffers.append(deep_ep.Buffer(num_rdma_bytes=num_bytes, low_latency_mode=True, **usual))
-        ways["DeepEPLLPrepareAndFinalize"] = DeepEPLLPrepareAndFinalize(
-            buffers[1], max_tokens_per_rank=MAX_TOKENS, num_dispatchers=size
-        )
-    yield ways
-    for buffer in buffers:
+    for buffer in (normal, low_latency):
         buffer.destroy()
 
 

@@ -204,8 +204,6 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
     """Return why a variant cannot run here; empty if it can."""
     if variant in ("deep_ep", "fusco-deep_ep") and dtype == "float32":
         return "its low-latency rows are bfloat16"
-    if variant == "fusco-deep_ep" and not hasattr(_fusco_deep_ep().Buffer, "low_latency_dispatch"):
-        return "this fusco's deep_ep has no low-latency calls"
     return _obstacle_of_deep_ep(device) if variant == "deep_ep" else ""
 
 
