@@ -184,3 +184,20 @@ _KIND_TO_PARTS = {
     "no tokens": ("none", "distinct"),
 }
 KINDS = tuple(_KIND_TO_PARTS)
+
+
+def rows_to_quantize(num_rows: int, hidden: int, dtype: torch.dtype, *what: int | str) -> torch.Tensor:
+    """Rows of very different sizes, with zeros of both signs, subnormal values, infinities and NaNs of both signs."""
+    random = random_of("quantize", num_rows, hidden, str(dtype), *what)
+    x = torch.randn(num_rows, hidden, generator=random)
+    x *= torch.exp2(torch.randint(-30, 20, (num_rows, hidden // 16), generator=random)).repeat_interleave(16, dim=1)
+    x = x.to(dtype)
+    tiny = torch.finfo(dtype).smallest_normal
+    specials = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), -float("nan"), tiny, tiny / 4, -tiny / 2]
+    specials += [torch.finfo(dtype).max, torch.finfo(dtype).min, 448.0, -6.0, 1e-4]
+    which = torch.randint(0, len(specials), x.shape, generator=random)
+    chosen = torch.tensor(specials, dtype=torch.float64).to(dtype)[which]
+    x = torch.where(torch.rand(x.shape, generator=random) < 0.003, chosen, x)
+    if num_rows > 3:
+        x[0], x[1], x[2], x[3] = 0.0, -0.0, tiny / 4, torch.finfo(dtype).max
+    return x

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -70,3 +71,23 @@ def test_the_search_finds_dispatch(page, site):
         each.get_attribute("href") for each in page.locator(".md-search-result__item a").all()
     )
     assert page.errors == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "data").glob("*.jsonl")), ids=lambda path: path.stem)
+def test_data_says_where_it_is_from(path):
+    head, *records = map(json.loads, path.read_text().splitlines())
+    assert set(head) == {"source", "date", "commit", "hardware"}
+    assert records
+    assert all(set(record) == set(records[0]) for record in records)
+
+
+def test_every_picture_is_drawn_from_data_and_kept(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tools/figures.py", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert {"words-dispatch.svg", "time-over-tokens.svg", "cost-over-nodes.svg"} <= drawn
+    assert drawn <= {path.name for path in (ROOT / "docs" / "figures").iterdir()}
+    shown = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert [name for name in sorted(drawn) if name not in shown] == []

@@ -15,11 +15,17 @@ def as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(x) if isinstance(x, (list, tuple)) else [x]  # type: ignore[list-item]  # checked with the payloads
 
 
-def as_slots(rows: Any, handle: Any) -> Any:
-    """Return masked rows (num_local_experts, rows_per_expert, ...) as (num_rows, ...); anything else as it is."""
+def as_slots(rows: Any, handle: Any, least_dims: int = 2) -> Any:
+    """Return masked rows (num_local_experts, rows_per_expert, ...) as (num_rows, ...); anything else as it is.
+
+    Rows with fewer than ``least_dims`` dimensions are not masked: with one row for each expert, or no expert, both may
+    have the same shape.
+    """
     if type(handle) is not Handle or handle.plan.rows_per_expert is None:
         return rows
-    if not isinstance(rows, torch.Tensor) or rows.is_nested or tuple(rows.shape[:2]) != handle.rows_shape:
+    if not isinstance(rows, torch.Tensor) or rows.is_nested or rows.ndim < least_dims:
+        return rows
+    if tuple(rows.shape[:2]) != handle.rows_shape:
         return rows
     return rows.flatten(0, 1)
 
