@@ -5,6 +5,7 @@ contain; a part for which something is missing is left out:
 
 - ``megatron``: a checkout of Megatron-LM, see ``megatron_tests.py``;
 - ``deep_ep`` and ``hybrid_ep``: the folder ``tests`` of DeepEP at v1.2.1, and of its branch hybrid-ep, unchanged;
+- ``deep_ep_main``: the folders ``tests`` and ``deep_ep/utils`` of DeepEP's main at dd758ca, unchanged;
 - ``wheels``: wheels for all parts, such as those of megatron-core and transformers 5.23;
 - ``peer``: DeepEP's wheel, for parts that measure it beside fusco.
 
@@ -40,6 +41,8 @@ COUNTED = ("[testing]", "[tuning] SMs")
 PREFILL = "bench prefill --batches 4,skewed,1 --routing random,trace --resume"
 TWO = ("--num-processes", "2")
 SMALL_INTRANODE = "--num-tokens 64 --hidden 256 --num-topk 4 --num-experts 16"
+SMALL_LOW_LATENCY = "--num-tokens 24 --hidden 1024 --num-topk 4 --num-experts 16"
+SMALL_ELASTIC = "--num-tokens 24 --hidden 256 --num-topk 4 --num-experts 16"
 SMALL_HYBRID = {"HIDDEN_DIM": "256", "NUM_TOKENS_PER_RANK": "48", "NUM_LOCAL_EXPERTS": "4", "TOPK": "3"}
 
 
@@ -90,6 +93,15 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
         parts["intranode-fusco"] = part(command, 90.0, site, cwd=tests)
         if peer:
             parts["intranode-deep_ep"] = part(command, 60.0, site, cwd=tests, deep_ep=peer)
+        if (test := tests / "test_low_latency.py").exists():
+            small = [] if is_cuda else SMALL_LOW_LATENCY.split()
+            command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(test), *TWO, *small)
+            parts["low-latency-fusco"] = part(command, 90.0, site, cwd=tests)
+    if (test := carried / "deep_ep_main" / "tests" / "elastic" / "test_ep.py").exists():
+        small = [] if is_cuda else SMALL_ELASTIC.split()
+        command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(test), *TWO, *small)
+        once = ("--allow-multiple-reduction", "0", "--skip-perf-test")  # sums are rounded once
+        parts["elastic-fusco"] = part((*command, *once), 240.0, site, environment={"FUSCO_ELASTIC_BUFFER": "1"})
     if (tests := carried / "hybrid_ep").exists():  # without the option it looks for kernels by DeepEP's names
         command = (*runner, str(tests / "test_hybrid_ep.py"), *TWO, "--nsys-profile")
         parts["hybrid-fusco"] = part(command, 90.0, site, cwd=tests, environment={} if is_cuda else SMALL_HYBRID)

@@ -47,7 +47,7 @@ class _Nothing:
 def without_cuda() -> Iterator[None]:
     """Let code that names CUDA run on the CPU: factories, moves, streams, NCCL's process groups."""
     set_default_device, init_process_group = torch.set_default_device, dist.init_process_group
-    all_to_all_single = dist.all_to_all_single
+    all_to_all_single, all_gather_into_tensor = dist.all_to_all_single, dist.all_gather_into_tensor
 
     def init(backend: str | None = None, *args: Any, device_id: Any = None, **options: Any) -> None:  # noqa: ARG001
         init_process_group("gloo" if backend == "nccl" else backend, *args, **options)
@@ -60,9 +60,13 @@ def without_cuda() -> Iterator[None]:
             output, input = output.view(torch.uint8), input.view(torch.uint8)  # noqa: A001
         return all_to_all_single(output, input, *splits, **sizes)
 
+    def gather(output: Any, input: Any, *given: Any, **options: Any) -> Any:  # noqa: A002
+        stacked = output.flatten(0, 1) if output.ndim > input.ndim else output  # gloo has the rows of ranks only
+        return all_gather_into_tensor(stacked, input, *given, **options)
+
     replaced: dict[Any, dict[str, Any]] = {
         torch: {"set_default_device": lambda device: set_default_device(_of_cpu(device))},
-        dist: {"init_process_group": init, "all_to_all_single": exchange},
+        dist: {"init_process_group": init, "all_to_all_single": exchange, "all_gather_into_tensor": gather},
         torch.multiprocessing: {"spawn": fork},
         torch.cuda: {
             "current_device": lambda: torch.device("cpu"),

@@ -28,8 +28,8 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: buffer.dispatch_with_permute(hidden=x, topk_idx=ids, non_blocking=True),
         lambda: buffer.dispatch_with_permute(hidden=x, topk_idx=ids - 2 * (group.rank() == 0)),
         lambda: buffer.combine_with_unpermute(hidden=x),
-        lambda: Buffer(group, low_latency_mode=True),
-        lambda: Buffer(group).low_latency_dispatch(x),
+        lambda: Buffer(group, comm=object()),
+        lambda: Buffer(group).get_local_buffer_tensor(torch.float32),
     ):
         try:
             call()

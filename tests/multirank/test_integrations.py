@@ -136,7 +136,7 @@ def test_bad_calls_are_refused_in_a_sentence(world):
     del first[3], second[3]
     assert first == second
     assert first[0] == "ValueError: dispatch_with_permute needs one of routing_map, topk_idx and handle"
-    assert first[-1].startswith("NotImplementedError: fusco's Buffer has DeepEP's normal mode only")
+    assert first[-1].startswith("NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only")
 
 
 def test_handles_of_other_calls_are_named(world):

@@ -83,6 +83,20 @@ class Plan(Protocol):
     def slot_to_k(self) -> torch.Tensor:
         """Index k of each slot's row among the experts of its token, int64 (num_slots,); 0 in empty slots."""
 
+    @property
+    def slot_to_source(self) -> torch.Tensor:
+        """Where each slot's row came from, int64 (num_slots, 2): the rank, and the number of the token.
+
+        Tokens of another node's ranks are counted without those that no rank of this node has an expert for. Zero in
+        empty slots. On CUDA the host may wait, so it is no part of a graph.
+        """
+
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        """Replace the weights that were sent with the routing, by others of the same dtype.
+
+        ``of_slots`` has all weights of each slot's token (num_slots, num_topk); those of empty slots are not read.
+        """
+
 
 PlanT = TypeVar("PlanT", bound=Plan)
 ResultT = TypeVar("ResultT")

@@ -40,6 +40,15 @@ class SentRows(SentHandle):
         """The same with padding."""
         return in_blocks(self.counts_on_host, self.alignment)
 
+    def replace_weights(self, topk_weights: torch.Tensor, launch: Launch | None = None) -> None:
+        """Make ``combine`` with ``weights="topk"`` apply other weights than those of the dispatch, which had some.
+
+        They are float32 (num_tokens, num_topk) and travel in a collective of their own. They stay until the next ones.
+        """
+        comm = self.comms.turn_to(self.grown, "replace_weights")
+        (of_rows,) = comm.dispatch_again(topk_weights, self.handle, launch=launch)
+        self.handle.plan.replace_weights(of_rows.view(self.handle.num_rows, -1))
+
     def rows_of_values(self, values: torch.Tensor) -> torch.Tensor:
         """Return one value of each row, (num_rows,), as rows of float32 that a combine can add up."""
         values = values.reshape(-1).float()

@@ -175,6 +175,7 @@ class GrowingCommunicators:
             settings=self._settings,
             device=device,
         )
+        comm.take_turns()  # engines run each of two micro-batches in a thread of its own
         grown = Grown(comm, capacity, len(self._communicators))
         self._communicators.append(comm)
         # Only now: the next call tries again if there is no room for it.

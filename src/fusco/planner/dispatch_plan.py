@@ -98,6 +98,21 @@ class DispatchPlan:
         pairs = self.distribution
         return pairs.pair_to_k.new_zeros(self.num_slots).scatter_(0, pairs.pair_to_slot, pairs.pair_to_k)
 
+    @cached_property
+    def slot_to_source(self) -> torch.Tensor:
+        pairs, first_row = (
+            self.distribution,
+            torch.tensor(self.routing.src_to_first_row, dtype=torch.int64, device="cpu"),
+        )
+        src = torch.searchsorted(first_row, pairs.pair_to_row, right=True) - 1
+        sources = torch.stack((src, pairs.pair_to_row - first_row[src]), 1)
+        return sources.new_zeros(self.num_slots, 2).index_copy_(0, pairs.pair_to_slot, sources)
+
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        # Where cached properties keep what was made of the former ones.
+        vars(self)["weights"] = of_slots[self.distribution.pair_to_slot, self.distribution.pair_to_k]
+        vars(self).pop("slot_weights", None)
+
     def num_rows_from(self, src_rank: int) -> int:
         """Return the number of rows of ``src_rank`` on this node."""
         first = self.routing.src_to_first_row

@@ -233,3 +233,24 @@ def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
     assert not plan._slices
     plan.slices(1)
     assert len(plan.tensors) == num_before + 6
+
+
+def test_weights_that_replace_those_of_the_dispatch_are_read_from_then_on():
+    plan, other = plan_of_rank_0(), torch.tensor([[7.0, -7], [8, -8], [9, -9], [10, -10]])
+    plan.tables.row_to_slots.fill_(-1)
+    plan.tables.row_to_slots[0, 1], plan.tables.row_to_slots[-1, 0] = 2, 0
+    before = [plan.slot_weights, *(held.tensors[1] for held in plan.slices(1))]
+    plan.replace_weights(other)
+    assert plan.slot_weights.tolist() == [7, 0, -9, 0]
+    assert (plan.weights[0, 1], plan.weights[-1, 0]) == (-9, 7)
+    assert not any(each.any() for each in before)
+    assert any((held.tensors[1] == 7).any() for held in plan.slices(1))
+
+
+def test_a_plan_says_where_the_row_of_each_slot_came_from():
+    plan = plan_of_rank_0()
+    plan.tables.row_to_slots.fill_(-1)
+    last = len(FIRST_ROW) - 2
+    plan.tables.row_to_slots[FIRST_ROW[0] + 1, 1], plan.tables.row_to_slots[FIRST_ROW[-1] - 1, 0] = 3, 1
+    num_last = FIRST_ROW[-1] - FIRST_ROW[-2]
+    assert plan.slot_to_source.tolist() == [[0, 0], [last, num_last - 1], [0, 0], [0, 1]]

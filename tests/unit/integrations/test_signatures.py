@@ -53,6 +53,18 @@ SIGNATURES = {
     "Buffer.get_dispatch_layout": f"topk_idx, num_experts, {_ASYNC}",
     "Buffer.dispatch": f"{_DISPATCH}, num_worst_tokens=0, config=None, {_ASYNC}",
     "Buffer.combine": f"x, handle, topk_weights=None, bias=None, config=None, {_ASYNC}",
+    "Buffer.get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts",
+    "Buffer.clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank, hidden, num_experts",
+    "Buffer.low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
+    "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, "
+    "use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "Buffer.low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
+    "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
+    "Buffer.get_next_low_latency_combine_buffer": "handle",
+    # Of main at dd758ca (deep_ep/buffers/legacy.py).
+    "Buffer.low_latency_update_mask_buffer": "rank_to_mask, mask=False",
+    "Buffer.low_latency_query_mask_buffer": "mask_status",
+    "Buffer.low_latency_clean_mask_buffer": "",
 }
 _V2_EVENTS = "previous_event=None, async_with_compute_stream=False, allocate_on_comm_stream=False"
 # DeepEP 2.5 (deep_ep_v25/buffers/ep.py of sgl-deep-ep-v25 0.1.0rc0), then what 2.1 at dd758ca had more

@@ -41,6 +41,11 @@ class InternodePlan(DevicePlan):
         copies = [tensor for held in copied for tensor in held.tensors]
         return [*super().tensors, self.forwarding.memory, *copies]
 
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        """See ``Plan``."""
+        super().replace_weights(of_slots)
+        self._slices.clear()  # they may have copies of the former ones
+
     @property
     def own_rows(self) -> HeldRows:
         """Rows of this node's ranks."""

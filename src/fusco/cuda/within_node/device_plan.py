@@ -110,6 +110,22 @@ class DevicePlan(PlannedRows):
     def slot_to_k(self) -> torch.Tensor:
         return self.kept(self._by_slot, "k", self._k_of_slots)
 
+    @property
+    def slot_to_source(self) -> torch.Tensor:
+        slots, first_row = self.tables.row_to_slots, self.first_row
+        first = torch.tensor(first_row, dtype=torch.int64, device="cpu").to(slots.device)
+        rows = torch.arange(len(slots), device=slots.device)
+        src = torch.searchsorted(first, rows, right=True) - 1
+        sources = (src, rows - first[src])
+        return torch.stack([self._of_slots(each[:, None].expand(slots.shape)) for each in sources], 1)
+
+    def replace_weights(self, of_slots: torch.Tensor) -> None:
+        weights, slots = self.weights, self.tables.row_to_slots
+        assert weights is not None, "a plan without weights has no memory for any"
+        # Pairs without a slot get any weights, as kernels do not read them.
+        weights.copy_(of_slots[slots.clamp(min=0), torch.arange(self.num_topk, device=slots.device)])
+        self._by_slot.pop("weights", None)
+
     def kept(self, made: dict[_Key, _Made], key: _Key, make: Callable[[], _Made]) -> _Made:
         """Return what was made of the plan, or make it, and keep it where it stays valid.
 

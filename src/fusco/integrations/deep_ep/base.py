@@ -100,7 +100,8 @@ class BufferBase:
     ) -> tuple[_Sent, torch.Tensor, torch.Tensor | None]:
         """Add up the rows of each token, and values of rows for each token and k; return what they are along, and both.
 
-        ``prepare`` makes of a caller's values those that ``SentHandle.rows_of_values`` takes.
+        ``prepare`` makes of a caller's values those that ``SentHandle.rows_of_values`` takes. All ranks have a ``bias``
+        or none has.
         """
         of_tokens: Sequence[torch.Tensor]
         with self._along(find, *previous_events) as sent:

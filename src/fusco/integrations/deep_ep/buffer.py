@@ -1,5 +1,7 @@
 """DeepEP's first version on fusco: rows arrive by source rank, one for each token and rank.
 
+Its low-latency mode is in ``low_latency``.
+
 Contract: DeepEP v1.2.1, ``deep_ep/buffer.py`` (MIT licence), and its callers in Megatron-core, NeMo Automodel, vLLM and
 SGLang. ``allocate_on_comm_stream`` has no effect (see ``base``). Of a ``config`` its ``num_sms`` counts. Everywhere
 ``topk_idx`` is int64 (num_tokens, num_topk), -1 for no expert, ``topk_weights`` float32 of that shape, and the number
@@ -19,8 +21,9 @@ from fusco.core.config import Launch
 from fusco.core.integers import check_integer
 from fusco.integrations.along_handles import element_of
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows, like, payloads_of
+from fusco.integrations.deep_ep.base import SIZE_HINT, Rows, like, payloads_of
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, finished, wait_for
+from fusco.integrations.deep_ep.low_latency import LowLatencyCalls
 from fusco.integrations.deep_ep.rank_rows import RankRouting, count_of_each, ranks_of
 
 
@@ -41,8 +44,8 @@ class Config:
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-class Buffer(BufferBase):
-    """Dispatch and combine among the ranks of a group, by the calls of DeepEP's normal mode.
+class Buffer(LowLatencyCalls):
+    """Dispatch and combine among the ranks of a group, by the calls of DeepEP's normal and low-latency modes.
 
     Attributes:
         num_sms: what ``set_num_sms`` was given, for callers that read it. Until then calls without a ``config`` take as
@@ -51,13 +54,8 @@ class Buffer(BufferBase):
 
     num_sms: ClassVar[int] = 20
     _budget: ClassVar[int | None] = None
-    _offered = "DeepEP's normal mode"
-    _refused = (
-        "low_latency_",
-        "clean_low_latency_buffer",
-        "get_next_low_latency_combine_buffer",
-        "get_local_buffer_tensor",
-    )
+    _offered = "DeepEP's normal and low-latency modes"
+    _refused = ("get_local_buffer_tensor",)
 
     def __init__(
         self,
@@ -78,11 +76,9 @@ class Buffer(BufferBase):
         Args:
             group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
             num_nvl_bytes, num_rdma_bytes, explicitly_destroy: kept as attributes; ``destroy`` always works.
-            low_latency_mode: must be false.
+            low_latency_mode: kept as an attribute: both modes always work.
             comm: an MPI communicator; not supported.
         """
-        if low_latency_mode:
-            self._refuse("low_latency_mode=True")
         if group is None or comm is not None:
             raise ValueError("fusco's Buffer needs a torch.distributed process group, and takes no MPI communicator")
         super().__init__(group)
@@ -229,11 +225,6 @@ class Buffer(BufferBase):
         return sums, weights, finished(async_finish)
 
     internode_dispatch, internode_combine = dispatch, combine
-
-    @classmethod
-    def get_low_latency_rdma_size_hint(cls, *_: Any) -> int:
-        """Raise ``NotImplementedError``."""
-        cls._refuse("get_low_latency_rdma_size_hint")
 
     def _counts(
         self, sent: RankRouting, idx: torch.Tensor | None, num_tokens_per_expert: torch.Tensor, alignment: int

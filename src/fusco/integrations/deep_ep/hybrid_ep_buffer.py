@@ -1,9 +1,9 @@
 """HybridEP's buffer on fusco: rows arrive expert-major, so that dispatch and permute are one.
 
 Contract: DeepEP, branch hybrid-ep, ``deep_ep/hybrid_ep_buffer.py`` (MIT licence), and its callers in Megatron-core
-0.19 and NeMo Automodel 0.7. Calls run on the current stream. Nothing here has gradients: frameworks call it from their
-own autograd functions. Arguments that a docstring does not name are accepted and ignored: rows may come as uint8 with
-scales in any call, kernels are cached always, and fusco has no permutation apart, blocks, or shared buffers to set.
+0.19 and NeMo Automodel 0.7. Arguments that a docstring does not name are accepted and ignored: rows may come as uint8
+with scales in any call, kernels are cached always, and fusco has no permutation apart, blocks, or shared buffers to
+set.
 """
 
 from __future__ import annotations
@@ -259,8 +259,9 @@ class HybridEPBuffer(BufferBase):
             sent.require_topk_idx()
             return sent.values_of_pairs(probs[:, self._local(sent)].float())
 
-        find = lambda: _routing_of(handle)  # noqa: E731
-        sent, sums, values = self._combine(find, hidden, probs, num_sms=self._combine_sms, prepare=pairs)
+        sent, sums, values = self._combine(
+            lambda: _routing_of(handle), hidden, probs, num_sms=self._combine_sms, prepare=pairs
+        )
         return sums, None if values is None else sent.by_expert(values)
 
     def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:

@@ -1,0 +1,130 @@
+"""Functions on ranks: the low-latency calls of DeepEP's first version, against the specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from integration_cases import HIDDEN, NUM_LOCAL, cases
+
+from comparison import assert_same_bits, assert_within
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.low_latency import LowLatencyHandle
+from generator import Case, values
+from law import Law
+
+COUNT_BITS = (1 << 32) - 1
+
+
+def masked_law(case: Case) -> Law:
+    """The specification of masked rows that have room for all tokens of all ranks."""
+    owners = [expert // NUM_LOCAL for expert in range(case.num_experts)]
+    return Law(case.world_topk_idx, owners, rows_per_expert=case.max_tokens * case.world_size)
+
+
+def check_low_latency(group: dist.ProcessGroup) -> None:
+    """Dispatch and combine with and without hooks, weights that change, and memory for rows, as vLLM calls them."""
+    rank, size = group.rank(), group.size()
+    buffer = Buffer(group, low_latency_mode=True, num_qps_per_rank=NUM_LOCAL, explicitly_destroy=True)
+    for number, case in enumerate(cases(size)):
+        law, ids, has_hook = masked_law(case), case.topk_idx(rank), number % 2 == 1
+        x = [values((case.num_tokens(r), HIDDEN), torch.bfloat16, case.seed, "x", r) for r in law.ranks]
+        stats = torch.ones(NUM_LOCAL, dtype=torch.int32)
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            x[rank],
+            ids,
+            case.max_tokens,
+            case.num_experts,
+            cumulative_local_expert_recv_stats=stats,
+            use_fp8=False,
+            async_finish=not has_hook,
+            return_recv_hook=has_hook,
+        )
+        assert (hook is not None) == has_hook
+        hook() if hook else event.current_stream_wait()
+        assert rows.shape == (NUM_LOCAL, case.max_tokens * size, HIDDEN)
+        assert counts.tolist() == law.counts(rank)
+        assert stats.tolist() == [1 + count for count in law.counts(rank)]
+        expected, is_row = law.rows(rank, x), ~law.undefined(rank)
+        assert_same_bits(rows.flatten(0, 1)[is_row], expected[is_row], "rows")
+        check_handle(law, handle, rank)
+        assert list(handle[2:]) == [case.max_tokens, HIDDEN, case.num_experts]
+        check_sums(buffer, case, handle, has_hook=has_hook)
+    buffer.destroy()
+
+
+def check_handle(law: Law, handle: LowLatencyHandle, rank: int) -> None:
+    """Source tokens, and the run of rows from each rank, in the form that DeepEP's test reads."""
+    src_info, layout_range, *_ = handle
+    assert src_info.dtype == torch.int32
+    for local, block in enumerate(law.blocks(rank)):
+        assert src_info[local, : len(block)].tolist() == [pair.token for pair in block]
+        sources = [pair.src for pair in block]
+        for src in law.ranks:
+            first, count = int(layout_range[local, src] >> 32), int(layout_range[local, src] & COUNT_BITS)
+            assert sources[first : first + count] == [src] * sources.count(src)
+
+
+def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook: bool) -> None:
+    """Sums of rows with weights that the dispatch did not know, twice, from memory of the buffer and not."""
+    rank, law = buffer.rank, masked_law(case)
+    y = [values((len(law.slots(r)), HIDDEN), torch.bfloat16, case.seed, "y", r) for r in law.ranks]
+    rows = y[rank].masked_fill(law.undefined(rank)[:, None], torch.nan).view(NUM_LOCAL, -1, HIDDEN)
+    for factor, zero_copy in ((1, False), (-2, True)):
+        weights = [factor * each for each in case.world_topk_weights()]
+        x = rows
+        if zero_copy:
+            buffer.get_next_low_latency_combine_buffer(handle)[:] = rows
+            x = torch.full_like(rows, torch.nan)
+        out = torch.full((case.num_tokens(rank), HIDDEN), torch.nan, dtype=torch.bfloat16)
+        sums, event, hook = buffer.low_latency_combine(
+            x,
+            case.topk_idx(rank),
+            weights[rank],
+            handle,
+            zero_copy=zero_copy,
+            async_finish=not has_hook,
+            return_recv_hook=has_hook,
+            out=None if zero_copy else out,
+        )
+        hook() if hook else event.current_stream_wait()
+        assert zero_copy or sums is out
+        expected = law.sums(rank, y, weights, [0] * case.world_size)
+        assert_within(sums, expected.exact, law.error_bound(expected, torch.bfloat16, None), "sums")
+
+
+def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
+    """Return the texts of errors for calls that all ranks make; the buffer works afterwards."""
+    buffer, other, texts = Buffer(group), Buffer(group), []
+    x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.arange(4).view(2, 2)
+    weights, stats = torch.ones(2, 2), torch.zeros(group.size(), group.size(), dtype=torch.int64)
+    given: dict[str, Any] = {"use_fp8": False}
+
+    def send(*arguments: Any, **changes: Any) -> Any:
+        return buffer.low_latency_dispatch(*arguments, **given, **changes)
+
+    rows, _, handle, _, _ = send(x, ids, 2, 4)
+    for call in (
+        lambda: send(x, ids, 1, 4),
+        lambda: send(x, ids, 2, 5),
+        lambda: send(x, ids, 2, 4, async_finish=True, return_recv_hook=True),
+        lambda: send(x, ids, 2, 4, dispatch_wait_recv_cost_stats=stats),
+        lambda: buffer.low_latency_dispatch(x, ids, 2, 4, use_ue8m0=True),
+        lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
+        lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),
+        lambda: other.low_latency_combine(rows, ids, weights, (None, None)),
+        lambda: buffer.low_latency_update_mask_buffer(1, True),
+        lambda: buffer.get_local_buffer_tensor(torch.float32),
+    ):
+        try:
+            call()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    status = torch.ones(group.size(), dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert not status.any()
+    sums, _, _ = buffer.low_latency_combine(rows, ids, weights, handle)
+    assert torch.equal(sums, 2 * x)
+    buffer.destroy(), other.destroy()
+    return texts

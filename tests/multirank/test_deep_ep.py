@@ -1,0 +1,40 @@
+"""The low-latency calls of DeepEP's first version, and both layouts of 2.5, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import ep_buffer_jobs
+import low_latency_jobs
+import pytest
+
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_low_latency_rows_are_masked_and_take_weights_when_they_come_back(world, num_ranks):
+    world.run(low_latency_jobs.check_low_latency, num_ranks)
+
+
+def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
+    for texts in world.run(low_latency_jobs.low_latency_refusals, 2):
+        assert texts == [
+            "ValueError: x has shape (2, 256), but this call needs at most (1, hidden)",
+            "ValueError: 5 experts do not divide among 2 ranks",
+            "ValueError: async_finish and return_recv_hook exclude each other: an event, or a hook, waits for the call",
+            *(
+                f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
+                for what in ("dispatch_wait_recv_cost_stats",)
+            ),
+            "ValueError: use_ue8m0=True needs round_scale=True: exponents are those of powers of two",
+            "ValueError: topk_idx differs from that of the dispatch, which the handle has",
+            "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
+            "TypeError: this call needs the handle of a dispatch, got tuple",
+            *(
+                f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
+                for what in ("communication without rank 1", "get_local_buffer_tensor")
+            ),
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rows_of_the_second_version_are_by_source_rank_unless_expanded(world, num_ranks):
+    world.run(ep_buffer_jobs.check_rows_by_source, num_ranks)
