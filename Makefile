@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-predictions test-minimum test-gpu wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
+.PHONY: setup demo test test-predictions test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -90,6 +90,15 @@ docs: setup
 # A wheel whose C parts are compiled, and a source distribution, in out/wheels.
 wheel: setup
 	$(BIN)/python -m build --outdir out/wheels .
+
+# The wheel in a clean environment of each Python of PYTHONS, with what it requires: its commands, and a shuffle.
+PYTHONS ?= python3
+test-wheel: wheel
+	for python in $(PYTHONS); do \
+	    rm -rf out/clean && $$python -m venv out/clean && out/clean/bin/pip install --quiet "$(TORCH)" && \
+	    out/clean/bin/pip install --quiet out/wheels/fusco-*.whl && cd out && clean/bin/fusco --version && \
+	    clean/bin/fusco doctor && clean/bin/fusco bench shuffle --tokens 64 --hidden 64 --iterations 2 && cd .. || exit 1; \
+	done
 
 # Pictures of the page of `fusco explore`, in a browser (chromium-headless-shell or FUSCO_BROWSER). OUT=... takes another
 # folder.

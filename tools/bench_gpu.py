@@ -31,6 +31,10 @@ PARTS: dict[str, tuple[str, float]] = {
         for n in (128, 1024, 8192)
     },
     "prefill": ("bench prefill --device cuda --layers 24 --routing trace --iterations 10", 150.0),
+    **{
+        f"decode-{dtype}": (f"bench decode --device cuda --dtype {dtype} --tokens 1,8,32,64,128", 150.0)
+        for dtype in ("bfloat16", "fp8")
+    },
 }
 
 
@@ -68,6 +72,9 @@ def _line(name: str, record: Mapping[str, Any]) -> str:
         cells = [record["variant"], *(f"{record[f'{verb}_ms']:.2f}" for verb in ("dispatch", "combine"))]
         verified = "yes" if record["verified"] else "NO"
         return f"| {name} | {' | '.join(cells)} | {record['batch']}: {record['ttft_ms']:.1f} | | | {verified} |"
+    if record.get("kind") == "bench.decode":  # a step
+        case = f"{record['tokens']} tokens in {record['micro_batches']}: {record['tpot_ms']:.3f}"
+        return f"| {name} | {record['variant']} | | | {case} | | | {'yes' if record['verified'] else 'NO'} |"
     names = ("dispatch_ms", "combine_ms", "total_ms", "loop_ms", "idle_ms")
     cells = ["-" if record.get(field) is None else f"{record[field]:.3f}" for field in names]
     return f"| {name} | {record['variant']} | {' | '.join(cells)} | {'yes' if record['verified'] else 'NO'} |"

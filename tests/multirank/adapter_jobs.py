@@ -1,4 +1,4 @@
-"""Functions on ranks: adapters of vLLM, SGLang, VeOmni and torchtitan, between their calls, against dense experts."""
+"""Functions on ranks: adapters of SGLang, VeOmni and torchtitan, between their calls, against dense experts."""
 
 # ruff: noqa: PLC0415  adapters import what ``frozen`` installs
 
@@ -13,15 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from frozen_frameworks import (
-    ActivationFormat,
+    MAX_DECODE_TOKENS,
     CombineInputFormat,
     DeepEPv2CombineInput,
-    Delegate,
     HookRegistry,
-    NoOP,
-    SGLangUnquantizedMethod,
-    UnquantizedFusedMoEMethod,
     frozen,
+    sglang_per_token_group_quant_fp8,
 )
 
 from fusco import MismatchError
@@ -35,10 +32,12 @@ def expert(rows: torch.Tensor, number: int) -> torch.Tensor:
     return torch.tanh(rows * (1 + number))
 
 
-def layer_input(rank: int, num_experts: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer_input(
+    rank: int, num_experts: int, num_tokens: int, width: int = HIDDEN
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, experts, one of them none, and weights."""
     random = torch.Generator().manual_seed(rank)
-    x = torch.randn(num_tokens, HIDDEN, generator=random)
+    x = torch.randn(num_tokens, width, generator=random)
     weights, ids = torch.rand(num_tokens, num_experts, generator=random).topk(NUM_TOPK)
     ids[:1, 0] = -1
     return x, ids, weights
@@ -52,131 +51,73 @@ def dense(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Te
     return out
 
 
-class FrozenExperts:
-    """Experts of vLLM, which leave the weights to ``finalize`` or apply them."""
-
-    is_delegating = True
-
-    def __init__(self, moe_config, quant_config) -> None:
-        self.quant_config = quant_config
-
-    @staticmethod
-    def activation_format() -> ActivationFormat:
-        return ActivationFormat.Standard
-
-    @staticmethod
-    def is_monolithic() -> bool:
-        return False
-
-    def reduction(self) -> object:
-        return Delegate() if self.is_delegating else NoOP()
-
-    def apply(self, rows, ids, weights, expert_map) -> torch.Tensor:
-        assert (expert_map[ids[:, 0]] >= 0).all(), "rows are of this rank's experts"
-        assert (ids[1:, 0] >= ids[:-1, 0]).all(), "rows are by expert"
-        y = torch.cat([rows[:0], *(expert(row[None], int(e)) for row, e in zip(rows, ids[:, 0], strict=True))])
-        return y[:, None] if self.is_delegating else y * weights
-
-
-class WeighingExperts(FrozenExperts):
-    is_delegating = False
-
-
-def vllm_layers(group: dist.ProcessGroup) -> list[float]:
-    """Layers as vLLM makes them once plugins are loaded; numbers of tokens differ, and one rank has none."""
-    rank, size, errors = group.rank(), group.size(), []
-    num_experts = NUM_LOCAL * size
-    expert_map = torch.full((num_experts,), -1, dtype=torch.int32)
-    expert_map[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL] = torch.arange(NUM_LOCAL, dtype=torch.int32)
-    moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_all2all_kernels=True), num_experts=num_experts)
-    with frozen(group), mock.patch.dict(os.environ, {"VLLM_PLUGINS": "other, fusco"}):
-        plugins.load_into_vllm()
-        plugins.load_into_vllm()  # as processes do
-        for experts in (FrozenExperts, WeighingExperts):
-            method = UnquantizedFusedMoEMethod(moe, experts)
-            method._init_moe_kernel(layer=None)
-            for num_tokens in (3 * rank, 5 + 30 * rank):
-                x, ids, weights = layer_input(rank, num_experts, num_tokens)
-                out = method.moe_kernel.apply(x, weights, ids, num_experts, expert_map)
-                errors.append(float((out - dense(x, ids, weights)).abs().max()) if num_tokens else 0.0)
-        method.moe_kernel.prepare_finalize._rows.comms.abort()
-    return errors
-
-
-def vllm_refusals(group: dist.ProcessGroup) -> list[str]:
-    """Texts of errors; and the kernel of a layer whose experts are not distributed."""
-    with frozen(group):
-        from fusco.integrations.vllm import FuscoMoEMethod, FuscoPrepareAndFinalize
-
-        class Batched(FrozenExperts):
-            @staticmethod
-            def activation_format() -> ActivationFormat:
-                return ActivationFormat.BatchedExperts
-
-        distributed = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_all2all_kernels=True), num_experts=4)
-        alone = SimpleNamespace(moe_parallel_config=SimpleNamespace(use_all2all_kernels=False), num_experts=4)
-        method = FuscoMoEMethod(alone, FrozenExperts)
-        method._init_moe_kernel(layer=None)
-        x, ids, weights = layer_input(0, 4, 2)
-        plain = SimpleNamespace(quant_dtype=None)
-        made = FuscoPrepareAndFinalize(group, 4)
-        texts = [method.moe_kernel]
-        for call in (
-            lambda: FuscoMoEMethod(distributed, Batched)._init_moe_kernel(layer=None),
-            lambda: FuscoPrepareAndFinalize(group, 5),
-            lambda: made.prepare(x, weights, ids, 4, None, False, SimpleNamespace(quant_dtype="fp8"), False),
-            lambda: made.prepare(x, weights, ids, 8, None, False, plain, False),
-            lambda: made.prepare(x, weights, ids, 4, torch.tensor([0, -1, 1, -1]), False, plain, False),
-            lambda: made.prepare(x, weights, ids, 4, None, True, plain, False),
-            lambda: made.finalize(x, x, weights, ids, False, Delegate()),
-        ):
-            try:
-                call()
-            except (ValueError, NotImplementedError) as error:
-                texts.append(str(error))
-        return texts
-
-
-def sglang_layer(group: dist.ProcessGroup) -> list[float]:
-    """Layers by the dispatcher that SGLang's hook returns; ranks have different numbers of tokens, one has none."""
+def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
+    """Layers by the dispatcher that SGLang's hook returns: prefills and decode steps; one rank has no tokens."""
     rank, errors = group.rank(), []
-    num_experts = NUM_LOCAL * group.size()
+    num_experts, width = NUM_LOCAL * group.size(), 2 * HIDDEN  # 128, a block of FP8 values
     with frozen(group), mock.patch.dict(os.environ, {"SGLANG_PLUGINS": "fusco"}):
+        from sglang.srt.layers import dp_attention
+
         plugins.load_into_sglang()
         ((_, hook),) = HookRegistry.hooks["sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"]
         config = SimpleNamespace(num_experts=num_experts)
-        dispatcher = hook(lambda *_: None, config, SGLangUnquantizedMethod())
-        for num_tokens in (3 * rank, 5 + 30 * rank):
-            x, ids, weights = layer_input(rank, num_experts, num_tokens)
+        dispatcher = hook(lambda *_: None, config, quant_method)
+        for is_extend, num_tokens in (
+            (True, 3 * rank),
+            (True, 5 + 50 * rank),
+            (False, 3 * rank),
+            (False, 5 + 30 * rank),
+        ):
+            dp_attention.state.is_extend = is_extend
+            x, ids, weights = layer_input(rank, num_experts, num_tokens, width)
             sent = dispatcher.dispatch(hidden_states=x, topk_output=SimpleNamespace(topk_ids=ids, topk_weights=weights))
-            rows, ends = sent.hidden_states, sent.psum_num_recv_tokens_per_expert.tolist()
-            assert sent.topk_weights.shape == (len(rows),)
-            y, first = torch.full_like(rows, float("nan")), 0
-            for local, end in enumerate(ends):
-                y[first:end] = expert(rows[first:end], rank * NUM_LOCAL + local)
-                assert first % 128 == 0
-                first = -(-end // 128) * 128
-            assert first == len(rows)
-            y.mul_(sent.topk_weights[:, None])
+            assert sent.use_masked_gemm is not is_extend
+            assert sent.total_expanded == (0 if is_extend else len(sent.hidden_states))
+            y = _experts_in_blocks(sent, rank, is_static=not is_extend)
+            if sent.hidden_states_scale is not None:
+                values, scales = sglang_per_token_group_quant_fp8(x, 128)
+                x = values.float() * scales.repeat_interleave(128, 1)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
             errors.append(float((out - dense(x, ids, weights)).abs().max()) if num_tokens else 0.0)
         texts = []
+        mxfp8 = SimpleNamespace(use_mxfp8=True)
+        x, ids, weights = layer_input(rank, num_experts, MAX_DECODE_TOKENS + 1, width)
+        large = SimpleNamespace(topk_ids=ids, topk_weights=weights)
         for call in (
-            lambda: hook(lambda *_: None, config, object()),
+            lambda: hook(lambda *_: None, config, mxfp8),
             lambda: dispatcher.combine(DeepEPv2CombineInput(y, None)),
             lambda: dispatcher.combine(DeepEPv2CombineInput(y, None, format=CombineInputFormat.STANDARD)),
+            lambda: dispatcher.dispatch(x, large),
         ):
             try:
                 call()
             except (ValueError, NotImplementedError) as error:
                 texts.append(str(error))
-        assert len(texts) == 3, texts
+        assert len(texts) == 4, texts
         dispatcher._rows.comms.abort()
     with frozen(group, "none"):
         from fusco.integrations.sglang import make_dispatcher
 
         assert make_dispatcher(lambda *_: "SGLang's own", config, object()) == "SGLang's own"
     return errors
+
+
+def _experts_in_blocks(sent: Any, rank: int, *, is_static: bool) -> torch.Tensor:
+    """Weighted results of rows in blocks of 128, those behind the last block undefined."""
+    rows, ends = sent.hidden_states, sent.psum_num_recv_tokens_per_expert.tolist()
+    assert sent.topk_weights.shape == (len(rows),)
+    wide = rows.float()
+    if sent.hidden_states_scale is not None:
+        wide = wide * sent.hidden_states_scale.repeat_interleave(128, 1)
+    y, first = torch.full(rows.shape, float("nan")), 0
+    for local, end in enumerate(ends):
+        y[first:end] = expert(wide[first:end], rank * NUM_LOCAL + local)
+        assert first % 128 == 0
+        assert end - first <= sent.masked_max_m or not is_static
+        first = -(-end // 128) * 128
+    assert first <= len(rows) if is_static else first == len(rows)
+    # FP8 rows come back in 16 bits.
+    return (y * sent.topk_weights[:, None]).to(rows.dtype if rows.dtype == torch.float32 else torch.bfloat16)
 
 
 def veomni_layer(group: dist.ProcessGroup) -> list[float]:

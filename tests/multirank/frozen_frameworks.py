@@ -17,132 +17,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
+import frozen_vllm
 import torch
 import torch.distributed as dist
 
 import fusco.integrations
 
-_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _SGLANG_MOE = "sglang.srt.layers.moe"
-
-
-class FusedMoEPrepareAndFinalizeModular(ABC):
-    """``vllm...modular_kernel``."""
-
-    def post_init_setup(self, fused_experts: Any) -> None:
-        return
-
-    @property
-    @abstractmethod
-    def activation_format(self) -> Any: ...
-
-    @abstractmethod
-    def topk_indices_dtype(self) -> Any: ...
-
-    @abstractmethod
-    def max_num_tokens_per_rank(self) -> Any: ...
-
-    @abstractmethod
-    def num_dispatchers(self) -> Any: ...
-
-    @abstractmethod
-    def output_is_reduced(self) -> Any: ...
-
-    def supports_async(self) -> bool:
-        return False
-
-    @abstractmethod
-    def prepare(
-        self,
-        a1,
-        topk_weights,
-        topk_ids,
-        num_experts,
-        expert_map,
-        apply_router_weight_on_input,
-        quant_config,
-        defer_input_quant,
-    ) -> Any: ...
-
-    @abstractmethod
-    def finalize(
-        self,
-        output,
-        fused_expert_output,
-        topk_weights,
-        topk_ids,
-        apply_router_weight_on_input,
-        weight_and_reduce_impl,
-    ) -> None: ...
-
-
-class ActivationFormat(Enum):
-    Standard = ("standard",)
-    BatchedExperts = ("batched_experts",)
-
-
-class ExpertTokensMetadata(NamedTuple):
-    expert_num_tokens: torch.Tensor | None
-    expert_num_tokens_cpu: torch.Tensor | None
-
-
-class Delegate: ...
-
-
-class NoOP: ...
-
-
-class FusedMoEKernel:
-    """Calls in the order of vLLM's kernel; experts get rows, their experts and weights as ``prepare`` returns them."""
-
-    def __init__(self, prepare_finalize: Any, fused_experts: Any) -> None:
-        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
-        prepare_finalize.post_init_setup(fused_experts)
-        assert prepare_finalize.activation_format == fused_experts.activation_format()
-        assert not prepare_finalize.supports_async()
-
-    def apply(self, x, topk_weights, topk_ids, num_experts, expert_map) -> torch.Tensor:
-        experts, output = self.fused_experts, torch.full_like(x, float("nan"))
-        assert topk_ids.dtype == self.prepare_finalize.topk_indices_dtype()
-        rows, scales, metadata, ids, weights = self.prepare_finalize.prepare(
-            x,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            False,
-            experts.quant_config,
-            defer_input_quant=False,
-        )
-        assert scales is None
-        assert metadata.expert_num_tokens.tolist() == metadata.expert_num_tokens_cpu.tolist()
-        y = experts.apply(rows, ids, weights, expert_map)
-        self.prepare_finalize.finalize(output, y, weights, ids, False, experts.reduction())
-        return output
-
-
-class UnquantizedFusedMoEMethod:
-    """As far as it makes its kernel; ``register_oot`` as of ``CustomOp``."""
-
-    registered: ClassVar[dict[str, type]] = {}
-
-    def __new__(cls, *args: Any) -> Any:
-        return super().__new__(cls.registered.get(cls.__name__, cls))
-
-    def __init__(self, moe: Any, experts_cls: Any) -> None:
-        self.moe, self.experts_cls, self.moe_kernel = moe, experts_cls, None
-
-    @classmethod
-    def register_oot(cls, op_cls: type) -> type:
-        assert cls.__name__ not in cls.registered, f"Duplicate op name: {cls.__name__}"
-        cls.registered[cls.__name__] = op_cls
-        return op_cls
-
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        return SimpleNamespace(quant_dtype=None)
-
-    def _init_moe_kernel(self, layer: Any) -> None:
-        self.moe_kernel = "vLLM's own"
+MAX_DECODE_TOKENS = 48
 
 
 class BaseDispatcher(ABC):
@@ -186,6 +68,16 @@ class DeepEPv2CombineInput(NamedTuple):
 
 
 class SGLangUnquantizedMethod: ...
+
+
+class SGLangFp8Method:
+    use_mxfp8 = False
+
+
+def sglang_per_token_group_quant_fp8(x, group_size, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.float().view(len(x), x.shape[1] // group_size, group_size)
+    scales = blocks.abs().amax(-1).clamp(min=1e-10) / 448
+    return (blocks / scales[..., None]).view(x.shape).to(torch.float8_e4m3fn), scales
 
 
 class HookType(Enum):
@@ -265,24 +157,28 @@ def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, 
     parallel = SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
     backend = SimpleNamespace(is_deepep_v2=lambda: a2a_backend == "deepep_v2")
     return {
-        "vllm.distributed": {"get_ep_group": lambda: SimpleNamespace(cpu_group=group)},
-        f"{_FUSED_MOE}.modular_kernel": {
-            "FusedMoEPrepareAndFinalizeModular": FusedMoEPrepareAndFinalizeModular,
-            "FusedMoEActivationFormat": ActivationFormat,
-            "ExpertTokensMetadata": ExpertTokensMetadata,
-            "FusedMoEKernel": FusedMoEKernel,
-        },
-        f"{_FUSED_MOE}.topk_weight_and_reduce": {
-            "TopKWeightAndReduceDelegate": Delegate,
-            "TopKWeightAndReduceNoOP": NoOP,
-        },
-        f"{_FUSED_MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
+        **frozen_vllm.modules(group),
         f"{_SGLANG_MOE}.token_dispatcher.base": {
             "BaseDispatcher": BaseDispatcher,
             "CombineInputFormat": CombineInputFormat,
         },
         f"{_SGLANG_MOE}.token_dispatcher.deepep_v2": {"DeepEPv2DispatchOutput": DeepEPv2DispatchOutput},
-        f"{_SGLANG_MOE}.utils": {"get_moe_a2a_backend": lambda: backend},
+        f"{_SGLANG_MOE}.utils": {
+            "get_moe_a2a_backend": lambda: backend,
+            "get_deepep_v2_fp8_scale_format": lambda: SimpleNamespace(ue8m0=False),
+        },
+        "sglang.srt.environ": {
+            "envs": SimpleNamespace(
+                SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK=SimpleNamespace(get=lambda: MAX_DECODE_TOKENS)
+            )
+        },
+        "sglang.srt.layers.dp_attention": {
+            "state": (state := SimpleNamespace(is_extend=True)),
+            "get_is_extend_in_batch": lambda: state.is_extend,
+        },
+        "sglang.kernels.ops.quantization.fp8_kernel": {
+            "sglang_per_token_group_quant_fp8": sglang_per_token_group_quant_fp8
+        },
         "sglang.srt.layers.quantization.unquant": {"UnquantizedFusedMoEMethod": SGLangUnquantizedMethod},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.runtime_context": {"get_parallel": lambda: parallel},
@@ -314,7 +210,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
             if length > 1:
                 setattr(made[".".join(parts[: length - 1])], parts[length - 1], made[path])
         vars(made[name]).update(attributes)
-    UnquantizedFusedMoEMethod.registered.clear()
     HookRegistry.hooks.clear()
     with mock.patch.dict(sys.modules, made):
         _forget_adapters()
@@ -323,6 +218,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
 
 
 def _forget_adapters() -> None:
-    for name in ("vllm", "sglang", "veomni", "torchtitan"):
+    for name in ("vllm", "vllm_quantization", "sglang", "veomni", "torchtitan"):
         sys.modules.pop(f"fusco.integrations.{name}", None)
         vars(fusco.integrations).pop(name, None)

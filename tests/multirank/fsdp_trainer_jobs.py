@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from fsdp_models import SEQUENCE, make_batch, make_model
-from fsdp_runs import LIMIT_S
+from fsdp_runs import LIMIT_S, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -96,9 +96,12 @@ def make_trainer(model: nn.Module, folder: Path, **changes: Any) -> transformers
     )
 
 
-def logs_of_training(_: dist.ProcessGroup, path: Path, folder: Path, **changes: Any) -> list[dict[str, float]]:
+def logs_of_training(
+    _: dist.ProcessGroup, path: Path, folder: Path, lora: dict[str, Any] | None = None, **changes: Any
+) -> list[dict[str, float]]:
     """Return loss and norm of every step, and the loss of an evaluation after the last."""
-    with as_launched(), loaded(path) as model:
+    with as_launched(), loaded(path) as plain:
+        model = _adapt(plain, **lora) if lora else plain
         trainer = make_trainer(model, folder, **changes)
         trainer.train()
         evaluated = trainer.evaluate()
@@ -106,12 +109,44 @@ def logs_of_training(_: dist.ProcessGroup, path: Path, folder: Path, **changes: 
         return [*steps, {"eval_loss": evaluated["eval_loss"]}]
 
 
+def _adapt(model: nn.Module, **options: Any) -> nn.Module:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(dist.get_rank())  # Trainer sends the adapters of rank 0 to the others
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, **options))
+    if dist.get_world_size() > 1:
+        fsdp.distribute_adapters(model)
+    return model
+
+
+def errors_of_other_loops(_: dist.ProcessGroup, folder: Path) -> list[str]:
+    """Return what Trainer, accelerate and ``distribute_adapters`` say about models that are not for them."""
+    mesh = mesh_of(2, 1)
+    model, accelerate = make_model("qwen3"), importlib.import_module("accelerate")
+    errors = []
+    with pytest.raises(ValueError, match="no experts") as error:
+        fsdp.distribute_adapters(model)
+    errors.append(str(error.value))
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    with as_launched(), pytest.raises(TypeError, match="cannot wrap") as error:
+        make_trainer(model, folder).train()
+    errors.append(str(error.value))
+    with as_launched(), pytest.raises(TypeError, match="cannot wrap") as error:
+        accelerate.Accelerator(cpu=True).prepare(model)
+    return [*errors, str(error.value)]
+
+
 def weights_of_run(
-    _: dist.ProcessGroup, path: Path, folder: Path, stop_after: tuple[int, ...], **changes: Any
+    _: dist.ProcessGroup,
+    path: Path,
+    folder: Path,
+    stop_after: tuple[int, ...],
+    lora: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     """Train, interrupted after each of these steps; return the last weights, and the log of all steps."""
     for last in (*stop_after, None):
-        with as_launched(), loaded(path) as model:
+        with as_launched(), loaded(path) as plain:
+            model = _adapt(plain, **lora) if lora else plain
             trainer = make_trainer(model, folder / "trainer", **changes)
             if last:
                 trainer.add_callback(_Stop(last))
@@ -171,7 +206,7 @@ def logs_of_trl(_: dist.ProcessGroup, path: Path, folder: Path, *stop_after: int
 
 def errors_of_checkpoints(_: dist.ProcessGroup, path: Path, folder: Path) -> list[str]:
     """Return errors for a trainer that the callback has not started, and for a transformers without its methods."""
-    errors = []
+    errors: list[str] = []
     with as_launched(), loaded(path) as model:
         checkpoint = fsdp.TrainerCheckpoint(folder / "run", every=1)
         trainer = make_trainer(model, folder / "trainer", max_steps=1)

@@ -70,8 +70,12 @@ def _without_unused() -> Iterator[None]:
     sys.meta_path.remove(finder)
 
 
-def dispatcher_layers(group: dist.ProcessGroup) -> list[float] | str:
-    """Errors of three layers, of which the last has no tokens on rank 1; or what is missing to import SGLang."""
+def dispatcher_layers(group: dist.ProcessGroup, mode: str) -> list[float] | str:
+    """Errors of layers, of which the last has no tokens on rank 1; or what is missing to run SGLang in this mode.
+
+    ``mode`` is one of SGLang's ``DeepEPMode``; with ``"AUTO"`` each layer is computed as a prefill and as a decode
+    step, and then as two micro-batches of a decode step, of which one is sent before the other is computed.
+    """
     environment = mock.patch.dict(os.environ, {"SGLANG_DEEPEP_BF16_DISPATCH": "1"})
     a_gpu = SimpleNamespace(multi_processor_count=132)
     properties = mock.patch.object(torch.cuda, "get_device_properties", return_value=a_gpu)
@@ -79,34 +83,56 @@ def dispatcher_layers(group: dist.ProcessGroup) -> list[float] | str:
         try:
             import sglang.srt.layers.moe.token_dispatcher.deepep as module
             from sglang.srt.layers.moe import utils
-            from sglang.srt.layers.moe.topk import StandardTopKOutput
         except ModuleNotFoundError as missing:
             if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
                 raise
-            return str(missing)
+            return f"SGLang cannot be imported: {missing}"
         assert module.use_deepep, module._deepep_import_error
         has_gemm = mock.patch.object(module.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", new=True)
         with has_gemm, mock.patch.object(utils, "get_server_args", return_value=None):
-            made = module.DeepEPDispatcher(
-                group,
-                NUM_TOPK,
-                num_experts=NUM_EXPERTS,
-                num_local_experts=NUM_EXPERTS // group.size(),
-                hidden_size=HIDDEN,
-                params_dtype=BF16,
-                deepep_mode=utils.DeepEPMode.NORMAL,
-                async_finish=True,
-            )
+            made = [_dispatcher(module, group, utils.DeepEPMode[mode]) for _ in range(2)]
             errors = []
             for step in range(3):
-                x = inputs_of(group.rank(), min(step, 1))[0].to(BF16)
-                x = x[: 0 if step == 2 and group.rank() else len(x)]
-                weights, ids = torch.softmax(x.float() @ router_weights().T, -1).topk(NUM_TOPK)
-                sent = made.dispatch(x, StandardTopKOutput(weights, ids, weights))
-                y = _experts(sent, group)
-                out = made.combine(module.DeepEPNormalCombineInput(y, sent.topk_ids, sent.topk_weights))
-                errors.append(bf16_error(out, x, router_weights()))
+                for is_prefill in (True, False) if mode == "AUTO" else (mode == "NORMAL",):
+                    with mock.patch.object(module, "get_is_extend_in_batch", return_value=is_prefill):
+                        errors += _layers(module, made[:1], group, step)
+            if mode == "AUTO":
+                with mock.patch.object(module, "get_is_extend_in_batch", return_value=False):
+                    errors += _layers(module, made, group, 1)
             return errors
+
+
+def _dispatcher(module, group: dist.ProcessGroup, mode):
+    return module.DeepEPDispatcher(
+        group,
+        NUM_TOPK,
+        num_experts=NUM_EXPERTS,
+        num_local_experts=NUM_EXPERTS // group.size(),
+        hidden_size=HIDDEN,
+        params_dtype=BF16,
+        deepep_mode=mode,
+        async_finish=True,
+        return_recv_hook=True,
+    )
+
+
+def _layers(module, dispatchers, group: dist.ProcessGroup, step: int) -> list[float]:
+    """Errors of a layer for each dispatcher, all of which send before the first computes."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    x = inputs_of(group.rank(), min(step, 1))[0].to(BF16)
+    x = x[: 0 if step == 2 and group.rank() else len(x)]
+    parts = x.chunk(len(dispatchers)) if len(dispatchers) > 1 else [x]
+    for made, part in zip(dispatchers, parts, strict=True):
+        weights, ids = torch.softmax(part.float() @ router_weights().T, -1).topk(NUM_TOPK)
+        made.dispatch_a(part, StandardTopKOutput(weights, ids, weights))
+    for made in dispatchers:
+        sent = made.dispatch_b()
+        is_masked = hasattr(sent, "masked_m")
+        kind = module.DeepEPLLCombineInput if is_masked else module.DeepEPNormalCombineInput
+        y = _masked_experts(sent, group) if is_masked else _experts(sent, group)
+        made.combine_a(kind(y, sent.topk_ids, sent.topk_weights))
+    return [bf16_error(made.combine_b(), part, router_weights()) for made, part in zip(dispatchers, parts, strict=True)]
 
 
 def _experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
@@ -116,3 +142,13 @@ def _experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
     assert [-(-count // 128) * 128 for count in counts.tolist()] == sent.num_recv_tokens_per_expert
     experts = expert_weights()[group.rank() * num_local :][:num_local]
     return sums_of_experts(sent.hidden_states, sent.topk_ids, sent.topk_weights, experts)
+
+
+def _masked_experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
+    """What this rank's experts return for masked rows, without weights; others are undefined."""
+    num_local = NUM_EXPERTS // group.size()
+    y = torch.full_like(sent.hidden_states, float("nan"))
+    for local, count in enumerate(sent.masked_m.tolist()):
+        up, down = (each.to(BF16) for each in expert_weights()[group.rank() * num_local + local])
+        y[local, :count] = torch.nn.functional.gelu(sent.hidden_states[local, :count] @ up.T) @ down.T
+    return y

@@ -6,28 +6,50 @@ import time
 
 import adapter_jobs as jobs
 import pytest
+import vllm_adapter_jobs as vllm_jobs
+from frozen_frameworks import SGLangFp8Method, SGLangUnquantizedMethod
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_vllms_kernel_computes_dense_experts(world, num_ranks):
-    for errors in world.run(jobs.vllm_layers, num_ranks):
-        assert len(errors) == 4
-        assert max(errors) < 1e-6
+@pytest.mark.parametrize("placement", ["linear", "round_robin", "shuffled"])
+@pytest.mark.parametrize("backend", vllm_jobs.BACKENDS)
+def test_vllms_kernel_computes_dense_experts(world, backend, placement):
+    for errors in world.run(vllm_jobs.vllm_layers, 2, backend, placement):
+        assert list(errors) == list(vllm_jobs.QUANTIZED)
+        assert errors.pop("a scale of what arrives") < 0.2  # of values up to 4, in FP8
+        assert max(errors.values()) < 1e-6
+
+
+def test_vllms_kernel_computes_dense_experts_on_four_ranks(world):
+    for errors in world.run(vllm_jobs.vllm_layers, 4, "allgather_reducescatter", "shuffled"):
+        assert errors["blocks"] < 1e-6
+
+
+@pytest.mark.parametrize("backend", vllm_jobs.BACKENDS)
+def test_two_micro_batches_of_vllm_take_turns(world, backend):
+    assert max(world.run(vllm_jobs.vllm_micro_batches, 2, backend)) < 1e-6
 
 
 def test_vllm_gets_a_sentence_for_what_is_not_supported(world):
-    kernel, *texts = world.run(jobs.vllm_refusals, 2)[0]
-    assert kernel == "vLLM's own"
-    assert len(texts) == 7
-    assert texts[0].startswith("Batched does not take rows")
-    assert texts[4].endswith("of experts 0 to 1 this rank has [0, -1]")
+    for texts in world.run(vllm_jobs.vllm_refusals, 2):
+        assert texts[:2] == ["vLLM's own"] * 2
+        assert len(texts) == 10
+        assert "choose --moe-backend triton" in texts[2]
+        assert texts[4].endswith("not nvfp4")
+        assert texts[6] == (
+            "fusco needs each of 4 experts on one rank, and 2 on every rank; ranks have 0: [0, 1]; 1: [0, 1]"
+        )
+        assert texts[8] == "2 tokens, but the layer was made for 1 on a rank"
 
 
-def test_sglangs_dispatcher_computes_dense_experts(world):
-    for errors in world.run(jobs.sglang_layer, 2):
-        assert max(errors) < 1e-6
+@pytest.mark.parametrize(
+    ("method", "limit"), [(SGLangUnquantizedMethod(), 1e-6), (SGLangFp8Method(), 0.03)], ids=["unquantised", "FP8"]
+)
+def test_sglangs_dispatcher_computes_dense_experts(world, method, limit):
+    for errors in world.run(jobs.sglang_layer, 2, method):
+        assert len(errors) == 4
+        assert max(errors) < limit  # FP8: sums of two bfloat16 rows of values up to 4
 
 
 def test_veomnis_experts_compute_dense_ones_with_gradients(world):

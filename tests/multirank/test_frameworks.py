@@ -86,16 +86,20 @@ def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_f
     for errors in pair[0].run(vllm_jobs.kernels, 2):
         if isinstance(errors, str):
             pytest.skip(f"vLLM cannot be imported: {errors}")
-        assert list(errors) == ["DeepEPHTPrepareAndFinalize", "FuscoPrepareAndFinalize"]
+        ways = ["DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"]
+        ways += ["FuscoPrepareAndFinalize", "FuscoBatchedPrepareAndFinalize"]
+        assert list(errors) == [f"{way}, {dtype}" for way in ways for dtype in ("bfloat16", "FP8")]
         assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
 
 
 @needs("sglang")
 @pytest.mark.cpu_only
-def test_sglangs_dispatcher_equals_a_dense_layer(pair):
-    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2):
+@pytest.mark.parametrize("mode", ["NORMAL", "LOW_LATENCY", "AUTO"])
+def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode):
+    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2, mode):
         if isinstance(errors, str):
-            pytest.skip(f"SGLang cannot be imported: {errors}")
+            pytest.skip(errors)
+        assert len(errors) == (8 if mode == "AUTO" else 3)
         assert max(errors) < BOUND["cpu", BF16], errors
 
 

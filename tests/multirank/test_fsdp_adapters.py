@@ -28,6 +28,7 @@ ON_EXPERTS = [
 KINDS = [{}, {"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]}, *ON_EXPERTS]
 RUNS = [
     Run(dispatcher="torch", ep_size=4),
+    Run(dispatcher="torch", ep_size=1),
     Run(expert_dim=0, recomputes="full"),
     Run(recomputes="selective"),
     Run(ep_size=4, spare_places=1),

@@ -27,6 +27,25 @@ def test_loss_norm_and_evaluation_are_those_of_one_process(two, one, tmp_path, c
             assert log == pytest.approx(wanted, rel=2e-6)
 
 
+@pytest.mark.parametrize("target_modules", [["q_proj", "v_proj"], "all-linear"])
+def test_lora_is_that_of_one_process(two, one, tmp_path, target_modules):
+    pytest.importorskip("peft", reason="adapters need peft")
+    jobs.write_model(tmp_path / "model")
+    options = {"lora": {"target_modules": target_modules}, "max_steps": 4}
+    (expected,) = one.run(jobs.logs_of_training, tmp_path / "model", tmp_path / "one", **options)
+    for logs in two.run(jobs.logs_of_training, tmp_path / "model", tmp_path / "two", **options):
+        for log, wanted in zip(logs, expected, strict=True):
+            assert log == pytest.approx(wanted, rel=5e-6)
+
+
+def test_other_loops_say_what_to_call(two, tmp_path):
+    for adapters, trainer, prepared in two.run(jobs.errors_of_other_loops, tmp_path):
+        assert adapters == "Qwen3MoeForCausalLM has no experts that fusco moves tokens to"
+        for text in (trainer, prepared):
+            assert text.startswith("DistributedDataParallel cannot wrap this Qwen3MoeForCausalLM")
+            assert "load the model within fusco.fsdp.registered_with_transformers" in text
+
+
 def test_the_router_loss_is_that_of_all_ranks(two, one, tmp_path):
     """Trainer multiplies it by the number of ranks, so the coefficient is divided by it."""
     for name, coefficient in (("one", 0.5), ("two", 0.25)):
@@ -50,15 +69,12 @@ def test_trl_is_exact_with_its_router_loss(two, one, tmp_path):
     assert whole == parts
 
 
-def test_a_run_continues_bit_for_bit(two, tmp_path):
+@pytest.mark.parametrize("lora", [None, {"target_modules": "all-linear"}])
+def test_a_run_continues_bit_for_bit(two, tmp_path, lora):
     """Interrupted within an epoch, and at its end; with dropout, and shuffled data."""
     jobs.write_model(tmp_path / "model", attention_dropout=0.2)
-    options = {
-        "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "cosine",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
+    options = {"lora": lora, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
     whole = two.run(jobs.weights_of_run, tmp_path / "model", tmp_path / "whole", (), **options)
     parts = two.run(jobs.weights_of_run, tmp_path / "model", tmp_path / "parts", (2, 3), **options)
     for (weights, log), (expected, expected_log) in zip(parts, whole, strict=True):

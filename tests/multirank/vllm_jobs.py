@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,18 +13,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from framework_jobs import (
+    HIDDEN,
     INNER,
     NUM_EXPERTS,
     NUM_TOPK,
-    bf16_error,
     expert_weights,
     frameworks_on,
     inputs_of,
     router_weights,
     sums_of_experts,
 )
+from frozen_vllm import moe_kernel_quantize_input
 
-BF16 = torch.bfloat16
+BF16, FP8, BLOCK = torch.bfloat16, torch.float8_e4m3fn, 32
+MAX_TOKENS = 64  # of a rank in the batched format
 
 
 def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
@@ -30,43 +34,104 @@ def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
     with frameworks_on("cpu"):
         try:
             import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-            from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
             from vllm.v1.worker.workspace import init_workspace_manager
         except ModuleNotFoundError as missing:
             if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
                 raise
             return str(missing)
-        import deep_ep
+        from fusco.integrations import vllm as adapter
 
-        from fusco.integrations.vllm import FuscoPrepareAndFinalize
-
-        assert "fusco" in deep_ep.__version__
         init_workspace_manager(torch.device("cpu"))
-        # The arguments of DeepEPHTAll2AllManager and maybe_make_prepare_finalize.
-        buffer = deep_ep.Buffer(
-            group=group,
-            num_nvl_bytes=1 << 20,
-            num_rdma_bytes=0,
-            low_latency_mode=False,
-            num_qps_per_rank=1,
-            explicitly_destroy=True,
-        )
-        size, first = group.size(), NUM_EXPERTS // group.size() * group.rank()
-        ways = (
-            DeepEPHTPrepareAndFinalize(buffer, num_dispatchers=size, dp_size=size, rank_expert_offset=first),
-            FuscoPrepareAndFinalize(group, NUM_EXPERTS),
-        )
-        no_cache = mock.patch.object(torch.accelerator, "empty_cache")
-        with mock.patch.object(mk, "PIN_MEMORY", new=False), no_cache, torch.no_grad():
-            errors = {type(way).__name__: [_step(mk, way, group, step) for step in range(3)] for way in ways}
-        buffer.destroy()
+        errors = {}
+        with _on_cpu(mk), torch.no_grad(), _deep_ep_ways(group) as ways:
+            for name, way in {**ways, **_own_ways(adapter, group)}.items():
+                for quantized in (False, True):
+                    steps = [_step(mk, way, group, step, quantized=quantized) for step in range(3)]
+                    errors[f"{name}, {'FP8' if quantized else 'bfloat16'}"] = steps
         return errors
 
 
-def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int) -> float:
+@contextlib.contextmanager
+def _on_cpu(mk: Any) -> Iterator[None]:
+    """Replace what vLLM has for GPUs only: pinned memory, and the kernel that quantises."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht, deepep_ll
+
+    import fusco.integrations.vllm_quantization as ours
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mk, "PIN_MEMORY", new=False))
+        stack.enter_context(mock.patch.object(torch.accelerator, "empty_cache"))
+        for module in (deepep_ht, deepep_ll, ours):
+            stack.enter_context(mock.patch.object(module, "moe_kernel_quantize_input", _quantize))
+        # Those that DeepEP's kernels are compiled for.
+        stack.enter_context(mock.patch.object(deepep_ll.DeepEPLLPrepareAndFinalize, "SUPPORTED_HIDDEN_SIZES", [HIDDEN]))
+        yield
+
+
+def _quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    quant_dtype: torch.dtype | None,
+    per_act_token_quant: bool = False,
+    block_shape: list[int] | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if quant_dtype is None:
+        return x, None
+    return moe_kernel_quantize_input(x, scale, quant_dtype, per_act_token_quant, block_shape, is_scale_swizzled=False)
+
+
+@contextlib.contextmanager
+def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """vLLM's classes of DeepEP on fusco's module, with the arguments of its managers."""
+    import deep_ep
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+
+    assert "fusco" in deep_ep.__version__
+    size, first = group.size(), NUM_EXPERTS // group.size() * group.rank()
+    usual = {"group": group, "num_nvl_bytes": 1 << 20, "num_qps_per_rank": 1, "explicitly_destroy": True}
+    normal = deep_ep.Buffer(num_rdma_bytes=0, low_latency_mode=False, **usual)
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, size, NUM_EXPERTS)
+    low_latency = deep_ep.Buffer(num_rdma_bytes=num_bytes, low_latency_mode=True, **usual)
+    yield {
+        "DeepEPHTPrepareAndFinalize": DeepEPHTPrepareAndFinalize(
+            normal, num_dispatchers=size, dp_size=size, rank_expert_offset=first
+        ),
+        "DeepEPLLPrepareAndFinalize": DeepEPLLPrepareAndFinalize(
+            low_latency, max_tokens_per_rank=MAX_TOKENS, num_dispatchers=size
+        ),
+    }
+    for buffer in (normal, low_latency):
+        buffer.destroy()
+
+
+def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What vLLM's oracles make once fusco is registered, by backend."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+
+    adapter.register()
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 16]),
+        model_config=SimpleNamespace(enforce_eager=False),
+    )
+    made = {}
+    with (
+        mock.patch.object(adapter, "get_ep_group", return_value=SimpleNamespace(cpu_group=group)),
+        mock.patch.object(adapter, "get_current_vllm_config", return_value=config),
+    ):
+        for backend in ("allgather_reducescatter", "deepep_low_latency"):
+            parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend)
+            moe = SimpleNamespace(moe_parallel_config=parallel, num_experts=NUM_EXPERTS, max_num_tokens=MAX_TOKENS)
+            way = fp8.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
+            made[type(way).__name__] = way
+    return made
+
+
+def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: bool) -> float:
     """One layer; in the last step all tokens are rank 0's, and go to experts of rank 0."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
     num_local = NUM_EXPERTS // group.size()
     first = group.rank() * num_local
@@ -81,8 +146,11 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int) -> float:
     plain = dict.fromkeys(
         ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
     )
+    quant_config = FusedMoEQuantConfig.make(
+        *([FP8] if quantized else []), block_shape=[BLOCK, BLOCK] if quantized else None
+    )
     config = SimpleNamespace(moe_parallel_config=None, **plain)
-    out = mk.FusedMoEKernel(way, _experts(mk)(config, FUSED_MOE_UNQUANTIZED_CONFIG)).apply(
+    out = mk.FusedMoEKernel(way, _experts(mk, way, config, quant_config)).apply(
         hidden_states=x,
         w1=torch.stack([pair[0] for pair in pairs[first : first + num_local]]),
         w2=torch.stack([pair[1] for pair in pairs[first : first + num_local]]),
@@ -93,30 +161,71 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int) -> float:
         expert_map=expert_map,
         apply_router_weight_on_input=False,
     )
-    return bf16_error(out, x, router)
+    if quantized:
+        x = _dequantized(*_quantize(x, None, FP8, per_act_token_quant=False, block_shape=[BLOCK, BLOCK]))
+    expected = sums_of_experts(x.float(), ids, weights, [(up.float(), down.float()) for up, down in pairs])
+    assert (out.shape, out.dtype) == (expected.shape, BF16)
+    return float((out.float() - expected).abs().max() / expected.abs().max()) if len(x) else 0.0
 
 
-def _experts(mk: Any) -> type:
-    """Experts that apply the weights and add up the results of each row, as vLLM's Triton experts do."""
-    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+def _dequantized(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    if scales is None:
+        return rows
+    return (rows.float() * scales.repeat_interleave(rows.shape[-1] // scales.shape[-1], -1)).to(BF16)
 
-    class TorchExperts(mk.FusedMoEExpertsModular):
+
+def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
+    """Experts of the way's format, in PyTorch: vLLM's own need compiled parts."""
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reduction
+
+    class StandardExperts(mk.FusedMoEExpertsModular):
+        """Apply the weights and add up the results of each row, as vLLM's Triton experts do."""
+
         @staticmethod
         def activation_format() -> Any:
             return mk.FusedMoEActivationFormat.Standard
 
         def finalize_weight_and_reduce_impl(self) -> Any:
-            return TopKWeightAndReduceNoOP()
+            return reduction.TopKWeightAndReduceNoOP()
 
         def workspace_shapes(self, num_rows: int, _: int, hidden: int, *__: Any) -> tuple[tuple[int, ...], ...]:
             return (num_rows, INNER), (1,), (num_rows, hidden)
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
             local, metadata = given["expert_map"][given["topk_ids"]], given["expert_tokens_meta"]
-            assert torch.bincount(local[local >= 0], minlength=len(given["w1"])).equal(metadata.expert_num_tokens_cpu)
+            counts = torch.bincount(local[local >= 0], minlength=len(given["w1"]))
+            assert counts.equal(metadata.expert_num_tokens)
             pairs = list(zip(given["w1"], given["w2"], strict=True))
-            output.copy_(sums_of_experts(hidden_states, local, given["topk_weights"], pairs))
+            rows = _dequantized(hidden_states, given["a1q_scale"])
+            output.copy_(sums_of_experts(rows, local, given["topk_weights"], pairs))
 
+    class BatchedExperts(StandardExperts):
+        """Leave the weights to the combine, as vLLM's batched experts do."""
+
+        @staticmethod
+        def activation_format() -> Any:
+            return mk.FusedMoEActivationFormat.BatchedExperts
+
+        def finalize_weight_and_reduce_impl(self) -> Any:
+            return reduction.TopKWeightAndReduceDelegate()
+
+        def workspace_shapes(self, num_rows: int, _: int, hidden: int, *args: Any) -> tuple[tuple[int, ...], ...]:
+            shape = (args[2], num_rows, hidden)
+            return shape, (1,), shape
+
+        def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
+            rows, counts = (
+                _dequantized(hidden_states, given["a1q_scale"]),
+                given["expert_tokens_meta"].expert_num_tokens,
+            )
+            output.fill_(float("nan"))
+            for expert, count in enumerate(counts.tolist()):
+                inner = torch.nn.functional.gelu(rows[expert, :count] @ given["w1"][expert].T)
+                output[expert, :count] = inner @ given["w2"][expert].T
+
+    is_batched = way.activation_format == mk.FusedMoEActivationFormat.BatchedExperts
+    kind = BatchedExperts if is_batched else StandardExperts
     # All that is abstract besides: what vLLM asks before it chooses experts.
-    TorchExperts.__abstractmethods__ = frozenset()
-    return TorchExperts
+    kind.__abstractmethods__ = frozenset()
+    sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": way.num_dispatchers()} if is_batched else {}
+    return kind(config, quant_config, **sizes)

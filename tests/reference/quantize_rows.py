@@ -20,7 +20,7 @@ def quantize_rows(x: torch.Tensor, quantize: Quantize) -> tuple[torch.Tensor, to
         return _nvfp4(blocks, amax, quantize.global_scale)
     if quantize.format == "mxfp8":
         exponent = _mx_exponent(amax, is_ceil=quantize.rounding == "ceil")
-        inverse = torch.where(exponent == 255, float("nan"), torch.exp2((127 - exponent.double())).float())
+        inverse = torch.where(exponent == 255, float("nan"), torch.exp2(127 - exponent.double()).float())
         return _e4m3(blocks * inverse[..., None]), exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     amax = amax.clamp(1e-4)
     if quantize.scale == "float32":

@@ -102,6 +102,13 @@ def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
     assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skewed: 8, 1: 33.3 | | | yes |"]
 
 
+def test_a_decode_has_a_line_for_each_variant(tool, tmp_path):
+    record = {"kind": "bench.decode", "variant": "allgather", "tokens": 64, "micro_batches": 2, "tpot_ms": 12.5}
+    (tmp_path / "decode-fp8.jsonl").write_text(json.dumps({**record, "verified": False}) + os.linesep)
+    lines = tool.summarize(tmp_path, {"decode-fp8": tool.Outcome("done", 1.0)}).splitlines()
+    assert lines[2:] == ["| decode-fp8 | allgather | | | 64 tokens in 2: 12.500 | | | NO |"]
+
+
 @pytest.fixture
 def frameworks():
     return importlib.import_module("bench_frameworks")

@@ -44,6 +44,8 @@ def test_named_paths_and_modules_exist(page):
 def test_the_version_is_the_same_everywhere():
     latest = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert latest == fusco.__version__
+    assert f"\nversion: {fusco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f'version = "{fusco.__version__}"' in (ROOT / "conda" / "meta.yaml").read_text()
 
 
 @pytest.mark.parametrize(("page", "examples"), [("coming_from.md", 4), ("extending.md", 7)])

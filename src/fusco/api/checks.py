@@ -12,6 +12,7 @@ from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
+from fusco.core.quantization import QUANTIZED_DTYPES, Quantize
 from fusco.core.rows import ROW_DTYPES, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.cuda.memory.layout import MAX_PAYLOADS
@@ -125,6 +126,28 @@ class Checks:
                 f"{self.capacity.max_tokens_per_rank}"
             )
         self._row_bytes(payloads, sum(map(row_bytes, payloads)))
+
+    def require_quantizable(self, payloads: Sequence[torch.Tensor], quantize: Quantize) -> None:
+        """Raise unless ``payloads`` are rows that ``quantize`` is for: one tensor of whole blocks."""
+        require_movable_tensors("dispatch")
+        if not isinstance(quantize, Quantize):
+            raise TypeError(f"quantize must be a Quantize, got {quantize!r}")
+        if len(payloads) != 1:
+            raise ValueError(f"dispatch quantises one tensor of rows, got {len(payloads)} payloads")
+        (x,) = payloads
+        self._tensor("x", x)
+        if x.dtype not in QUANTIZED_DTYPES:
+            raise TypeError(f"dispatch quantises {', '.join(map(str, QUANTIZED_DTYPES))}, got {x.dtype}")
+        if x.ndim != 2 or not x.shape[1] or x.shape[1] % quantize.columns:
+            raise ValueError(
+                f"rows to quantise must be (num_tokens, a multiple of {quantize.columns}), as each block of "
+                f"{quantize.format!r} has that many columns, got {tuple(x.shape)}"
+            )
+        if wants_grad(x) and not quantize.straight_through:
+            raise ValueError(
+                "x requires gradients, which quantised rows have none of: pass Quantize(straight_through=True) to let "
+                "them through as if nothing were quantised, or x.detach()"
+            )
 
     def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``y`` are valid expert-major rows for a combine."""

@@ -24,10 +24,12 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.given_rows import as_list, as_matrix, as_slots
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.moves import ExpertMoves
+from fusco.api.quantized import quantized
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import uncompiled
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
+from fusco.core.quantization import Quantize
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
 from fusco.placement.placement import PlannedPlacement
@@ -140,6 +142,7 @@ class Communicator(ExpertMoves):
         expert_alignment: int = 1,
         with_weights: bool = False,
         static: StaticRows | None = None,
+        quantize: Quantize | None = None,
         launch: Launch | None = None,
     ) -> Dispatched:
         """Send every token to its experts; rows arrive expert-major on the ranks that own them.
@@ -162,6 +165,8 @@ class Communicator(ExpertMoves):
                 of graphs are outside this order: the caller must order them, and calls on other streams at the same
                 time. With ``StaticRows(rows_per_expert=c)`` rows have the shape (num_local_experts, c, ...), which
                 masked grouped matrix products read.
+            quantize: send the rows, bfloat16, float16 or float32 (num_tokens, hidden), as values of 8 or 4 bits with
+                scales, the same on all ranks; then the payloads are values and scales. See ``Quantize``.
             launch: device settings. Gradients use the same number of multiprocessors, on the caller's stream.
 
         Returns:
@@ -175,15 +180,26 @@ class Communicator(ExpertMoves):
                 that dispatch waits for it and raises the error, on this rank alone: on others it is complete.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
-        payloads = as_list(x)
+        payloads, made_of = as_list(x), None
+        if quantize is not None:
+            with self.rejecting():
+                made_of = quantized(self._engine.quantizer(), self._validator, payloads, quantize, launch)
+            payloads = made_of.payloads
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
-        arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch)
+        origin = made_of.origin if made_of else None
+        arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
         sent = self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
-        if not (with_weights or wants_grad(payloads[0])):
+        if made_of:
+            sent = made_of.arrived(sent)
+        source = made_of.x if made_of else payloads[0]
+        if not (with_weights or wants_grad(source)):
             return sent
-        given, made = topk_weights if with_weights else None, Precomputed(sent.rows, sent.weights)
-        rows, weights = DispatchRows.apply(payloads[0], given, made, sent.handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+        made = Precomputed(made_of.gradient_rows(sent) if made_of else sent.rows, sent.weights)
+        given = topk_weights if with_weights else None
+        rows, weights = DispatchRows.apply(source, given, made, sent.handle, self._verbs(launch))  # type: ignore[no-untyped-call]
+        if made_of:
+            return replace(sent, gradients=rows if wants_grad(source) else None, weights=weights)
         return replace(sent, payloads=(rows, *sent.payloads[1:]), weights=weights)
 
     @uncompiled

@@ -25,6 +25,7 @@ from fusco.core.integers import check_integer
 from fusco.core.log import LOGGER, configure_logging
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
+from fusco.core.quantization import Quantize
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
 from fusco.core.version import __version__
@@ -72,14 +73,17 @@ class CommunicatorConfig:
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
         balancer = checked_balancer(find_balancer(self.balancer or DEFAULT_BALANCERS[device.type]))
-        wire_dtype = self.settings.wire_dtype
+        if isinstance(self.settings.wire_dtype, Quantize) and device.type != "cpu":
+            raise ValueError(
+                f"sums travel quantised between CPUs only, got wire_dtype={self.settings.wire_dtype} for {device}"
+            )
         return Validator(
             rank=rank,
             placement=placement.physical,
             caller_placement=placement,
             balancer=balancer,
             capacity=capacity,
-            wire_dtype=wire_dtype,
+            wire_dtype=self.settings.sum_dtype,
             device=device,
         )
 
@@ -95,7 +99,7 @@ class CommunicatorConfig:
             return self.max_bytes_per_token
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
-        wire_dtype = self.settings.wire_dtype or self.dtype
+        wire_dtype = self.settings.sum_dtype or self.dtype
         check_integer("hidden", self.hidden, least=1)
         return int(self.hidden or 0) * max(self.dtype.itemsize, wire_dtype.itemsize)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusco.core.quantization import Quantize
 from fusco.core.rows import expert_rows_shape
 from fusco.engine.base import Plan
 
@@ -81,6 +82,11 @@ class Dispatched:
         weights: the weight of each row, (num_rows,) or (num_local_experts, c), if requested; zero where there is none.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         event: recorded after the dispatch, if it runs on the communicator's stream; see ``wait``.
+        quantize: how the rows are quantised; then ``payloads`` are values and scales. ``None`` for rows as they were.
+        dtype: of the rows before they were quantised.
+        gradients: zeros (num_rows, hidden) of that dtype, with one element in memory, if ``x`` requires gradients and
+            ``Quantize.straight_through`` lets them pass. A gradient of these is one of the rows: give them to the
+            ``autograd.Function`` of experts that read values and scales, and return the rows' gradient for them.
     """
 
     payloads: tuple[torch.Tensor, ...]
@@ -88,6 +94,9 @@ class Dispatched:
     weights: torch.Tensor | None
     handle: Handle
     event: torch.cuda.Event | None = None
+    quantize: Quantize | None = None
+    dtype: torch.dtype | None = None
+    gradients: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.payloads)
@@ -122,6 +131,21 @@ class Dispatched:
     def rows(self) -> torch.Tensor:
         """Rows of the first payload, or of the only one."""
         return self.payloads[0]
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Scales of quantised rows, in the layout and dtype that ``quantize`` says; ``None`` for other rows."""
+        return self.payloads[1] if self.quantize else None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the rows that values and scales stand for, (num_rows, hidden), by default of the dtype of ``x``.
+
+        Gradients go straight through if ``Quantize.straight_through`` says so. Raises ``ValueError`` unless the rows
+        are quantised.
+        """
+        from fusco.api.quantized import dequantized  # noqa: PLC0415  it makes what this class is
+
+        return dequantized(self, dtype)
 
     def wait(self) -> None:
         """Make the current CUDA stream wait for this dispatch, but for no call launched after it.

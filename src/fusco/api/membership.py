@@ -132,6 +132,14 @@ class Membership:
         """Let another thread own the communicator: the next one that calls a verb."""
         self._session.access.hand_over()
 
+    def take_turns(self) -> None:
+        """Let all threads call verbs from now on, one at a time.
+
+        Threads that wait for each other, such as those of an engine's micro-batches, have an order of calls, which must
+        be the same on all ranks. A call while another thread is inside one still raises ``ThreadError``.
+        """
+        self._session.access.take_turns()
+
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
         """Record the times at which calls made inside run on the device; a collective, for CUDA only.

@@ -15,6 +15,7 @@ from fusco.control.session import Session
 from fusco.core.config import Launch, StaticRows
 from fusco.core.movable import why_nothing_moves_here
 from fusco.engine.base import LateRejection, Plan
+from fusco.engine.quantizer import Origin
 
 
 class Repeats:
@@ -38,12 +39,13 @@ class Repeats:
         with_weights: bool,  # noqa: FBT001  as ``validate_dispatch``, by position
         static: StaticRows | None,
         launch: Launch | None,
+        origin: Origin | None = None,
     ) -> Dispatched | None:
         """Return the result of a dispatch, before autograd knows it."""
         if not self._is_enabled:
             return None
         try:
-            known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
+            known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
         sent: Dispatched | None = self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)

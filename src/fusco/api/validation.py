@@ -24,6 +24,7 @@ from fusco.engine.base import (
     RedispatchRequest,
     ShuffleRequest,
 )
+from fusco.engine.quantizer import Origin
 from fusco.planner.balancer import has_lanes
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
@@ -54,11 +55,12 @@ class Validator(Checks):
         with_weights: bool = False,  # noqa: FBT001, FBT002  passed by position
         static: StaticRows | None = None,
         launch: Launch | None = None,
+        origin: Origin | None = None,
     ) -> DispatchRequest:
-        """Validate the arguments of ``dispatch``."""
+        """Validate the arguments of ``dispatch``; for ``origin`` see ``DispatchRequest``."""
         if static is not None or self._is_capturing:
             self.require_static(static, alignment)
-        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
+        known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         if known is None:
             self.require_alignment(alignment)
             if with_weights and topk_weights is None:
@@ -82,10 +84,11 @@ class Validator(Checks):
             with_weights=with_weights,
             static=static,
             launch=self.require_launch(launch),
+            origin=origin,
             known=known,
         )
         if known is None:
-            known_by = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+            known_by = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
             self._known.add(CollectiveFingerprint("dispatch", request.fields), *known_by)
         return request
 
@@ -96,9 +99,10 @@ class Validator(Checks):
         topk_weights: torch.Tensor | None,
         alignment: int,
         with_weights: bool,  # noqa: FBT001  passed by position
+        origin: Origin | None = None,
     ) -> KnownInput | None:
-        """Return what is known of the first five arguments of ``validate_dispatch``; the others are not compared."""
-        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights)
+        """Return what is known of these arguments of ``validate_dispatch``; the others are not compared."""
+        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         return self._known.find(tensors, options)
 
     def validate_redispatch(
@@ -220,10 +224,19 @@ def _known_by(
     topk_weights: torch.Tensor | None,
     alignment: int,
     with_weights: object,
+    origin: Origin | None,
 ) -> tuple[Sequence[torch.Tensor], tuple[object, ...]]:
     """Return the tensors, then the options, by which the input of a dispatch is known."""
     tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
-    return tensors, ("dispatch", len(tensors), len(payloads), type(alignment), alignment, bool(with_weights))
+    return tensors, (
+        "dispatch",
+        len(tensors),
+        len(payloads),
+        type(alignment),
+        alignment,
+        bool(with_weights),
+        origin.text if origin else "",
+    )
 
 
 def _options_of_redispatch(payloads: Sequence[torch.Tensor], handle: Handle) -> tuple[object, ...]:

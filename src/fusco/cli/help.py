@@ -93,7 +93,7 @@ def _tidy(parameter: inspect.Parameter) -> inspect.Parameter:
         return parameter
     kind, *notes = get_args(parameter.annotation)
     tidy = (kind, *(_tidy_option(each, parameter.name) for each in notes))
-    return parameter.replace(annotation=Annotated.__class_getitem__(tidy))
+    return parameter.replace(annotation=Annotated[tidy])
 
 
 def _tidy_option(note: Any, name: str) -> Any:

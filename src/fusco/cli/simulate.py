@@ -169,7 +169,7 @@ def _check_papers(console: Console, json: Path | None) -> None:
     from fusco.bench.simulation.papers import check_papers
 
     rows = list(check_papers())
-    report(rows, [table_of_papers(rows)], console, json, lambda row: str(row.id))
+    report(rows, [table_of_papers(rows)], console, json, lambda row: str(row.label))
 
 
 def _measure(path: Path, of: ClusterOptions, device: str, console: Console) -> None:

@@ -66,10 +66,10 @@ def table_of_papers(rows: Sequence[PaperRow]) -> ResultTable:
     table = ResultTable("published results and predictions", columns, notes, left=("result", "source", "unit", "role"))
     for row in rows:
         cells = (
-            row.id,
+            row.label,
             row.where,
             row.unit,
-            f"{row.published:g}",
+            f"{row.measured:g}",
             f"{row.predicted:.2f}",
             f"{row.error:+.1f} %",
             row.role,

@@ -17,7 +17,8 @@ class Access:
 
     The process is the one that made it; one forked from it has copies of the objects, but is not a rank. The thread is
     the first that calls a verb. Another one may follow when that one has ended, or has called ``hand_over``. In a
-    backward pass autograd's threads may call verbs, too, as the thread that began the pass waits for it.
+    backward pass autograd's threads may call verbs, too, as the thread that began the pass waits for it. After
+    ``take_turns`` no thread owns it.
     """
 
     def __init__(self, whose: str) -> None:
@@ -26,6 +27,7 @@ class Access:
         # A weak reference, as the thread may hold the communicator.
         self._owner: weakref.ref[threading.Thread] | None = None
         self._owner_ident, self._owner_name = 0, ""  # of no thread
+        self._has_turns = False
         self._under_way = threading.RLock()  # reentrant: a signal handler may close it during a call of its thread
         self._user, self._operation = "", ""
         self._at_end: Callable[[], object] | None = None
@@ -94,8 +96,13 @@ class Access:
         with self.using("hand_over"):
             self._owner, self._owner_ident, self._owner_name = None, 0, ""
 
+    def take_turns(self) -> None:
+        """Let all threads call verbs from now on, one at a time, in an order that they make the same on all ranks."""
+        self.hand_over()
+        self._has_turns = True
+
     def _take_over(self, thread: threading.Thread, operation: str) -> None:
-        if _is_autograds(thread):
+        if self._has_turns or _is_autograds(thread):
             return
         owner = self._owner() if self._owner else None
         if owner and owner.is_alive():

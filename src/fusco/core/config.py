@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import torch
 
 from fusco.core.integers import MAX_INT32, check_integer
+from fusco.core.quantization import Quantize
 from fusco.core.routing_sizes import RoutingSizes
 from fusco.core.topology import Topology
 
@@ -33,7 +34,10 @@ class Settings:
             ``PeerFailureError``.
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, on CUDA also between ranks, unless rows
             are wider; ``None`` means the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated,
-            at twice the bytes.
+            at twice the bytes. ``Quantize("fp8_e4m3")``, with float32 scales or powers of two as rows, sends sums
+            between nodes as codes and scales, at about half of the bytes; for communicators of CPUs. Then each sum of
+            another node is off by at most 1/16 of it, or by 2**-10 of its block's scale if that is more. Rows that are
+            no whole blocks wide, such as the gradients of weights, and float64 rows travel in their dtype.
         slice_order: the order of destination nodes. ``"in-turn"``: a rank sends to all nodes, and ends with all
             together. ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only
             (FAST); for skewed routing on networks that slow down when several nodes send to one.
@@ -45,7 +49,7 @@ class Settings:
     slice_bytes: int | None = None
     ring_depth: int = 4
     timeout_s: float = 60.0
-    wire_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | Quantize | None = None
     slice_order: Literal["in-turn", "staged"] = "in-turn"
 
     def __post_init__(self) -> None:
@@ -58,8 +62,22 @@ class Settings:
             raise ValueError(f"timeout_s must be positive and at most {_MAX_TIMEOUT_S:,}, got {self.timeout_s}")
         if self.slice_order not in ("in-turn", "staged"):
             raise ValueError(f"slice_order must be 'in-turn' or 'staged', got {self.slice_order!r}")
-        if self.wire_dtype not in (None, torch.float32):
-            raise ValueError(f"wire_dtype must be None or torch.float32, got {self.wire_dtype}")
+        if isinstance(self.wire_dtype, Quantize):
+            if (self.wire_dtype.format, self.wire_dtype.layout) != (
+                "fp8_e4m3",
+                "row",
+            ) or self.wire_dtype.scale == "ue8m0":
+                raise ValueError(
+                    f"wire_dtype takes Quantize('fp8_e4m3') with scale 'float32' or 'power-of-two' and layout 'row', "
+                    f"got {self.wire_dtype}"
+                )
+        elif self.wire_dtype not in (None, torch.float32):
+            raise ValueError(f"wire_dtype must be None, torch.float32 or a Quantize, got {self.wire_dtype}")
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype that partial sums are widened to, if rows are not wider; ``None`` for that of the rows."""
+        return None if isinstance(self.wire_dtype, Quantize) else self.wire_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

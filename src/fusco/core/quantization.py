@@ -25,11 +25,12 @@ _TMA_BYTES = 16  # strides that TMA reads are multiples of this
 class Quantize:
     """Quantise rows where their tokens are, so that links carry half of the bytes of bfloat16, or a quarter.
 
-    Each run of ``block`` columns of a row, a *block*, has a scale: a value is about its code times the scale. All bits
-    are defined, and the same on the CPU and on CUDA: those of the public functions below, evaluated by
-    PyTorch on the CPU: in float32, with divisions that are correctly rounded (on CUDA PyTorch multiplies by the inverse of a constant instead, so the last bit of a scale may differ there). Values that are too large become the largest one, as in
-    PyTorch from 2.13 on and in the conversions of NVIDIA's devices, also in older PyTorch. A NaN is always the code
-    0x7f (also those that the reference gives a sign).
+    Each run of ``block`` columns of a row, a *scale block*, has a scale: a value is about its code times the scale. All
+    bits are defined, the same on the CPU and on CUDA: those of the public functions below, run by PyTorch on the CPU.
+    That is float32 with correctly rounded divisions; on CUDA PyTorch multiplies by the inverse of a constant instead,
+    so the functions themselves may differ there in the last bit of a scale. Values that are too large become the
+    largest one, as in PyTorch from 2.13 on and in the conversions of NVIDIA's devices, also in older PyTorch. A NaN is
+    always the code 0x7f (also those that the reference gives a sign).
 
     ============== ================================== ===========================================================
     format         values; scales of a row            bits of
@@ -70,8 +71,8 @@ class Quantize:
     Raises:
         TypeError, ValueError: for values that do not go together.
 
-    Source: DeepGEMM at 38939a4, ``deep_gemm/utils/math.py`` and ``layout.py``; torchao at 36027d8,
-    ``prototype/mx_formats/mx_tensor.py`` and ``nvfp4_tensor.py``; OCP Microscaling Formats 1.0, section 6.3.
+    Source: DeepGEMM at 38939a4 (its modules utils.math and utils.layout); torchao at 36027d8 (``to_mx`` and
+    ``nvfp4_quantize`` of prototype.mx_formats); OCP Microscaling Formats 1.0, section 6.3.
     """
 
     format: Literal["fp8_e4m3", "mxfp8", "nvfp4"] = "fp8_e4m3"
@@ -172,7 +173,7 @@ def empty_scales(rows: tuple[int, ...], quantize: Quantize, hidden: int, device:
     num_scales, dtype = quantize.widths(hidden).scales, quantize.scale_dtype
     if dtype.itemsize == 1:
         num_scales, dtype = -(-num_scales // 4), torch.int32
-    aligned = -(-rows[-1] * dtype.itemsize // _TMA_BYTES) * _TMA_BYTES // dtype.itemsize
+    aligned = -(-max(1, rows[-1]) * dtype.itemsize // _TMA_BYTES) * _TMA_BYTES // dtype.itemsize
     memory = torch.empty((*rows[:-1], num_scales, aligned), dtype=dtype, device=device)
     return memory[..., : rows[-1]].transpose(-1, -2)
 
@@ -203,7 +204,7 @@ def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, quantize: Quanti
     hidden = values.shape[-1] * (2 if quantize.format == "nvfp4" else 1)
     factors = widened_scales(scales, quantize, hidden)
     wide = _e2m1_values(values) if quantize.format == "nvfp4" else values.to(torch.float32)
-    blocks = wide.view(*wide.shape[:-1], -1, quantize.columns) * factors[..., None]
+    blocks = wide.view(*factors.shape, quantize.columns) * factors[..., None]
     return blocks.view(wide.shape).to(dtype)
 
 
@@ -211,7 +212,8 @@ def widened_scales(scales: torch.Tensor, quantize: Quantize, hidden: int) -> tor
     """Return scales in any layout as float32 (..., num_rows, H / block), contiguous, times the global one."""
     num_scales = quantize.widths(hidden).scales
     if scales.dtype == torch.int32:
-        of_bytes = scales.contiguous().view(torch.uint8)[..., :num_scales]
+        # Cloned, as ``contiguous`` leaves any strides to dimensions of one element.
+        of_bytes = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_scales]
         return of_bytes.contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
     wide = scales.to(torch.float32).contiguous()
     return wide * quantize.global_scale if quantize.format == "nvfp4" else wide

@@ -13,21 +13,24 @@ import torch
 from fusco.control.record_round import Attachment
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype
+from fusco.core.wire import Wire
+from fusco.cpu.kernels.add_quantized_rows import add_quantized_rows
 from fusco.cpu.kernels.attached_sums import Holders, add_returned_sums, fold_attached_sums, produce_attached_sums
 from fusco.cpu.kernels.sum_rows import Terms
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
+from fusco.cpu.wire_rows import write_sums
 
 
 class AttachedSums:
     """Sums of one rank in a combine whose dispatch attached its rows, so that counterparts hold each other's rows."""
 
     def __init__(
-        self, plan: CpuPlan, memory: CpuMemory, terms: Terms, wire_dtype: torch.dtype, dtype: torch.dtype, call: Call
+        self, plan: CpuPlan, memory: CpuMemory, terms: Terms, wire: Wire, dtype: torch.dtype, call: Call
     ) -> None:
         """Write this rank's partial sums to its shared memory; rows, and the result, have ``dtype``."""
         self._plan, self._memory, self._terms, self._call = plan, memory, terms, call
-        self._wire_dtype, self._dtype = wire_dtype, dtype
+        self._wire, self._dtype = wire, dtype
         self._first_row = np.array(plan.routing.src_to_first_row)
         produce_attached_sums(terms, Holders(memory.sources, self._first_row, memory.sums_out))
         self._own_sums = torch.empty(0, dtype=torch.float32, device="cpu")  # of this rank's tokens
@@ -41,13 +44,14 @@ class AttachedSums:
         sums = torch.empty(num_held, hidden, dtype=accumulation_dtype(self._dtype), device="cpu")
         num_peer_rows = fold_attached_sums(self._terms, Holders(memory.sources, first_row, memory.sums_in), sums)
         self._own_sums = sums[num_held - num_own :]
-        returned = sums[: num_held - num_own].to(self._wire_dtype)
+        returned = torch.empty(num_held - num_own, self._wire.width, dtype=self._wire.dtype, device="cpu")
+        write_sums(sums[: num_held - num_own], self._wire, returned)
         bounds = np.zeros(len(sources) + 1, np.int64)
         bounds[memory.nodes[sources[:-1]] + 1] = num_rows[:-1]
         profile = self._call.profile
         profile.intranode_row_bytes += num_peer_rows * self._terms.sum_bytes
         profile.internode_row_bytes += returned.nbytes
-        return Attachment(returned, bounds.cumsum() * (hidden * self._wire_dtype.itemsize))
+        return Attachment(returned, bounds.cumsum() * self._wire.row_bytes)
 
     def finish(self, out: torch.Tensor) -> None:
         """Add the sums of other nodes, which are here, and write the result, (num_tokens, hidden)."""
@@ -56,6 +60,10 @@ class AttachedSums:
             (address, tokens[node].data_ptr(), len(tokens[node]))
             for node, address in zip(topology.remote_nodes(self._memory.rank), self._memory.attachments, strict=True)
         ]
-        like = torch.empty(0, self._terms.hidden, dtype=self._wire_dtype, device="cpu")
-        add_returned_sums(np.array(returned, np.int64), like, self._own_sums)
+        if self._wire.quantize is None:
+            like = torch.empty(0, self._terms.hidden, dtype=self._wire.dtype, device="cpu")
+            add_returned_sums(np.array(returned, np.int64), like, self._own_sums)
+        else:
+            for node, (address, _, _) in zip(topology.remote_nodes(self._memory.rank), returned, strict=True):
+                add_quantized_rows(address, self._wire.quantize, tokens[node], self._own_sums)
         out.copy_(self._own_sums)

@@ -2,7 +2,7 @@
 
 All sums are in float32 (float64 for float64 rows). Their order depends on ranks and nodes only: for each token, over k
 on each rank, then over the ranks of each node, then this node and the other nodes, ascending. One row for each token
-and node is sent between nodes, in the wire dtype.
+and node is sent between nodes, in the form of the wire.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from fusco.control.counters import Counters, no_counters
 from fusco.core.errors import Stall
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype
+from fusco.core.wire import Wire
 from fusco.cpu.channel import SendRing
-from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.sum_rows import Chunks, Terms, fold_sums, has_message, produce_sums
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.plan import CpuPlan
+from fusco.cpu.wire_rows import add_sums, write_sums
 
 
 class RowChunk(NamedTuple):
@@ -105,12 +106,12 @@ class FoldSums:
         send_ring: SendRing,
         scratch: torch.Tensor,
         out: torch.Tensor,
-        wire_dtype: torch.dtype,
+        wire: Wire,
         call: Call,
     ) -> None:
         self._plan, self._memory, self._terms, self._call = plan, memory, terms, call
         self._send_ring, self._out = send_ring, out
-        self._wire_dtype, self._rows_per_chunk = wire_dtype, chunks.rows_per_chunk
+        self._wire, self._rows_per_chunk = wire, chunks.rows_per_chunk
         self._sums = as_rows(scratch, chunks.rows_per_chunk, terms.hidden, accumulation_dtype(out.dtype))
         first, end = chunks.local_to_chunks[memory.local]
         self._chunks = [RowChunk(*chunk) for chunk in chunks.bounds[first:end].tolist()]
@@ -182,8 +183,8 @@ class FoldSums:
         slot = self._send_ring.slot()
         if slot is None:
             return False
-        message = as_rows(slot, len(sums), self._terms.hidden, self._wire_dtype)
-        message.copy_(sums)
+        message = as_rows(slot, len(sums), self._wire.width, self._wire.dtype)
+        write_sums(sums, self._wire, message)
         self._send_ring.commit(message.nbytes, chunk.dst)
         self._call.profile.internode_row_bytes += message.nbytes
         return True
@@ -204,9 +205,9 @@ class FoldSums:
                     return False
                 found.append((run, first, end))
         for run, first, end in found:
-            shape = (end - first, self._terms.hidden)
-            returned = memory.crossing_rows(run.carrier, run.place + first, shape, self._wire_dtype)
-            add_rows(returned, run.tokens[first:end] - tokens[0], sums)
+            shape = (end - first, self._wire.width)
+            returned = memory.crossing_rows(run.carrier, run.place + first, shape, self._wire.dtype)
+            add_sums(returned, self._wire, run.tokens[first:end] - tokens[0], sums)
             if run.carrier != memory.local:
                 self._call.profile.lane_row_bytes += returned.nbytes
         self._out[tokens[0] : tokens[1]].copy_(sums)

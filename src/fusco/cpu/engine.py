@@ -25,6 +25,7 @@ from fusco.core.rows import as_bytes, expert_rows_shape, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
+from fusco.core.wire import Wire
 from fusco.cpu.all_to_all import ByteMemory, Exchanges
 from fusco.cpu.attached_sums import AttachedSums
 from fusco.cpu.attachments import Attachments
@@ -32,6 +33,7 @@ from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
+from fusco.cpu.kernels.quantize_rows import quantize_rows
 from fusco.cpu.kernels.segment_memory import JoinedPieces, JoinedSegments
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
@@ -40,6 +42,7 @@ from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.owner_choice import CpuOwnerChoice
 from fusco.cpu.plan import CpuPlan, overflow_of
+from fusco.cpu.quantizer import CpuQuantizer
 from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
@@ -58,6 +61,7 @@ from fusco.engine.base import (
 )
 from fusco.engine.byte_stream import run_stream
 from fusco.engine.published_rows import PublishedRows
+from fusco.engine.quantizer import Origin
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding
@@ -126,6 +130,9 @@ class CpuEngine:
     def owner_choice(self) -> CpuOwnerChoice:
         return CpuOwnerChoice()
 
+    def quantizer(self) -> CpuQuantizer:
+        return CpuQuantizer()
+
     def pending_error(self) -> Exception | None:
         """Errors are never deferred."""
         return None
@@ -134,7 +141,7 @@ class CpuEngine:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
         published = PublishedRows(request.routing.num_tokens, tuple(forwarding.num_tokens_to_node))
         self._routing_exchange.publish(request.routing)
-        self._stage(request.payloads, call)
+        self._stage(request.payloads, call, request.origin)
         attachments: Attachments | None = None
         if self._can_attach and request.balancer is balance_by_lanes:
             num_bytes = sum(map(row_bytes, request.payloads))
@@ -161,7 +168,7 @@ class CpuEngine:
             return Pending((), lambda _: [self._sum_rows(plan, rows, weights, call)])
         with call.profile.spend("staging"):
             terms = Terms.of(plain(rows), weights, plan.pairs, self._memory.local)
-            sums = AttachedSums(plan, self._memory, terms, self._wire_dtype(rows), rows.dtype, call)
+            sums = AttachedSums(plan, self._memory, terms, self._wire(rows), rows.dtype, call)
 
         def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
             with call.profile.spend("wire"):
@@ -171,8 +178,8 @@ class CpuEngine:
 
         return Pending((), run, sums.attach)
 
-    def _wire_dtype(self, rows: torch.Tensor) -> torch.dtype:
-        return torch.promote_types(rows.dtype, self._settings.wire_dtype or rows.dtype)
+    def _wire(self, rows: torch.Tensor) -> Wire:
+        return Wire.of(rows.dtype, rows.shape[1], self._settings.wire_dtype)
 
     def _plan(
         self,
@@ -216,11 +223,17 @@ class CpuEngine:
             is_attached=attachments is not None,
         )
 
-    def _stage(self, payloads: Sequence[torch.Tensor], call: Call) -> None:
-        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later."""
+    def _stage(self, payloads: Sequence[torch.Tensor], call: Call, origin: Origin | None = None) -> None:
+        """Copy rows into the pool. A rank does so before it publishes its record, and no other waits for them later.
+
+        Rows that are sent quantised become codes and scales on the way.
+        """
         sizes, num_tokens = list(map(row_bytes, payloads)), len(payloads[0])
         with call.profile.spend("staging"):
             rows = self._memory.own_rows((num_tokens, sum(sizes)))
+            if origin:
+                quantize_rows(plain(origin.x), origin.quantize, rows[:, : sizes[0]], rows[:, sizes[0] :])
+                return
             for payload, size, end in zip(payloads, sizes, itertools.accumulate(sizes), strict=True):
                 rows[:, end - size : end].copy_(as_bytes(plain(payload)).view(num_tokens, size))
 
@@ -261,10 +274,10 @@ class CpuEngine:
     ) -> torch.Tensor:
         with call.profile.spend("wire"):
             terms = Terms.of(plain(rows), pair_weights, plan.pairs, self._memory.local)
-            wire_dtype = self._wire_dtype(rows)
+            wire = self._wire(rows)
             rows_per_chunk = plan.rows_per_slice(self._layout.rows_per_slot(terms.sum_bytes))
             chunks = cut_chunks(plan.held_rows, self._memory.ranks, rows_per_chunk)
-            carried, size = plan.rank_lanes.carried, terms.hidden * wire_dtype.itemsize
+            carried, size = plan.rank_lanes.carried, wire.row_bytes
             returned: list[Task] = []
             if not self._is_one_node:
                 returned = [self._receive_rows(carried.forwarder, carried.num_rows, size, rows_per_chunk, call)]
@@ -277,7 +290,7 @@ class CpuEngine:
                 send_ring=self._send_ring(),
                 scratch=self._private[-1],
                 out=out,
-                wire_dtype=wire_dtype,
+                wire=wire,
                 call=call,
             )
             produce = ProducePartialSums(self._memory, terms, chunks)

@@ -108,5 +108,5 @@ class CudaContext:
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which partial sums of rows of ``dtype`` are sent."""
-        wire_dtype = self.arena.layout.settings.wire_dtype
+        wire_dtype = self.arena.layout.settings.sum_dtype
         return torch.promote_types(dtype, wire_dtype) if wire_dtype else dtype

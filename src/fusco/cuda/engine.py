@@ -37,6 +37,7 @@ from fusco.cuda.kernels.library import Library
 from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
+from fusco.cuda.quantizer import CudaQuantizer
 from fusco.cuda.repeated.between_nodes import RepeatedInternodeCalls
 from fusco.cuda.repeated.within_node import RepeatedCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
@@ -171,6 +172,9 @@ class CudaEngine:
 
     def owner_choice(self) -> CudaOwnerChoice:
         return CudaOwnerChoice(self._context, self._order)
+
+    def quantizer(self) -> CudaQuantizer:
+        return CudaQuantizer(self._context, self._order)
 
     def pending_error(self) -> Exception | None:
         return self._shuffle.pending_error()

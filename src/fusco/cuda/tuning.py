@@ -207,6 +207,8 @@ def combine_senders(rounds: float, num_rows: int, num_sms: int) -> int:
     return max(1, num_sms * 5 // 8 if num_sms <= FEW_SMS else num_sms * 5 // 11)
 
 
+QUANTIZE_THREADS, QUANTIZE_BLOCKS_PER_SM = 256, 4  # of quantize_rows: four runs a warp in flight; not measured on GPUs
+
 # --- Bytes ---
 
 COPY_THREADS, COPY_BLOCKS_PER_SM = 256, 4  # of copy_segments

@@ -22,6 +22,7 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.owner_choice import OwnerChoice
+from fusco.engine.quantizer import Origin, Quantizer
 from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 from fusco.schedule.schedule import ScheduleMode
@@ -139,11 +140,13 @@ class DispatchRequest(Request):
     with_weights: bool = False  # whether to return the weight of every row, too
     static: StaticRows | None  # fixed size of the output, or ``None``
     launch: Launch  # streams and SMs to use
+    origin: Origin | None = None  # what the payloads are of, if a layer in front has made them of the caller's rows
 
     @property
     def fields(self) -> Fields:
         weights = self.topk_weights
         return {
+            **({"quantize": self.origin.text} if self.origin else {}),
             "payloads": list(map(describe_rows, self.payloads)),
             "num_topk": self.routing.num_topk,
             "topk_weights": "none" if weights is None else str(weights.dtype),
@@ -320,6 +323,9 @@ class Engine(Protocol[PlanT]):
 
     def owner_choice(self) -> OwnerChoice:
         """Return a new choice of owners, which has no tables yet."""
+
+    def quantizer(self) -> Quantizer:
+        """Return what quantises rows."""
 
     def pending_error(self) -> Exception | None:
         """Return and clear an error of an earlier asynchronous call."""

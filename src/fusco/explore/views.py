@@ -192,10 +192,13 @@ class SweepView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One result, predicted and measured. ``role``: ``"train"`` if constants were fitted to it, else ``"test"``."""
+    """One result, predicted and measured.
+
+    ``role`` is ``"train"`` if constants were fitted to it, ``"none"`` if no constant explains it, else ``"test"``.
+    """
 
     label: str
-    role: Literal["train", "test"]
+    role: Literal["train", "test", "none"]
     unit: str
     predicted: float
     measured: float

@@ -11,6 +11,7 @@ from fusco.core.requirements import check_fsdp
 check_fsdp("fusco.fsdp", ("torch",))  # before imports that fail with an older version
 
 from fusco.fsdp.activation_checkpointing import SHUFFLE_OPS as SHUFFLE_OPS
+from fusco.fsdp.adapters import distribute_adapters as distribute_adapters
 from fusco.fsdp.balanced_dispatcher import BalancedDispatcher as BalancedDispatcher
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
 from fusco.fsdp.dispatcher import Arrival as Arrival, Dispatcher as Dispatcher

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from fusco.fsdp.expert_adapters import ExpertAdapter
+from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
+from fusco.fsdp.layer import layer_of
 from fusco.fsdp.resharding import is_whole_copy
 from fusco.fsdp.shards import local_part, local_values
 
@@ -146,6 +147,34 @@ def prepare_adapters(model: nn.Module, name: str) -> None:
     base = base_model(model)
     if base is not model and (first := _first_of_root(model)):
         base.register_forward_pre_hook(_BaseCall(name, *first))
+
+
+def distribute_adapters(model: nn.Module) -> None:
+    """Let LoRA on experts train in a model that transformers has distributed; not a collective.
+
+    peft would add the difference of whole matrices to this rank's part of them. Call it when peft has wrapped a model
+    made within ``registered_with_transformers``; ``parallelize`` does the same for its models. Adapters stay the
+    parameters that peft made, whole on every rank: transformers' ``Trainer`` averages their gradients over ranks.
+
+    Raises:
+        ValueError: for a model without experts that fusco moves tokens to, and for other adapters on experts than LoRA
+            on the projections.
+    """
+    count = 0
+    for name, module in list(model.named_modules()):
+        layer = layer_of(module)
+        if layer is None:
+            continue
+        count += 1
+        num_local = len(layer.experts.local(layer.experts.up_name))
+        first = layer.dispatcher.group.rank() * num_local
+        wrappers = find_expert_adapters(name, module, model)
+        layer.experts.adapters[:] = [ExpertAdapter(wrapper, module, first, num_local) for wrapper in wrappers]
+        for adapter in layer.experts.adapters:
+            adapter.layer.forward = adapter
+            adapter.layer.merge, adapter.layer.unmerge = adapter.merge, adapter.unmerge
+    if not count:
+        raise ValueError(f"{type(model).__name__} has no experts that fusco moves tokens to")
 
 
 @dataclass(frozen=True, eq=False)

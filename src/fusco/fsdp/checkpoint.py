@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from fusco.fsdp.checkpoint_writer import METADATA, CheckpointWriter
 from fusco.fsdp.checks import check_on_all_ranks
-from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
+from fusco.fsdp.optimizer_state import (
+    drop_state,
+    fill_state,
+    find_unstarted,
+    parameters_named,
+    without_empty_groups,
+    without_state,
+)
 
 _Checked = TypeVar("_Checked")
 # Keyed by parameter name, not by order, so each optimizer state has the layout of its parameter.
@@ -83,7 +90,8 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         parameters = parameters_named(model, unstarted)
         drop_state(optimizer, parameters)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(model, optimizer, **states, options=_OPTIONS)
+        with without_empty_groups(optimizer):
+            set_state_dict(model, optimizer, **states, options=_OPTIONS)
         drop_state(optimizer, parameters)  # PyTorch has created empty states for them
     except Exception:
         if optimizer:

@@ -120,18 +120,19 @@ class ExpertAdapter:
         return a.view(num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, num_experts).permute(2, 1, 0)
 
     def _local_projection(self) -> torch.Tensor:
-        return local_values(getattr(self._experts, self.parameter).detach())
+        stack: torch.Tensor = getattr(self._experts, self.parameter)
+        return local_values(stack.detach())
 
     @torch.no_grad()
     def _local_delta(self, adapter: str) -> torch.Tensor:
         """Return what an adapter adds to this rank's part of the projection."""
-        stack = getattr(self._experts, self.parameter)
+        stack: torch.Tensor = getattr(self._experts, self.parameter)
         experts, rows, columns = local_part(stack)
         a, b = self._factors(adapter)
         left, right = (b, a) if is_output_first(self.layer) else (a, b)
         product = left[experts, :, rows].transpose(1, 2) @ right[experts, :, columns]
-        scaled: torch.Tensor = (product * self.layer.scaling[adapter]).to(stack.dtype)
-        return scaled
+        delta: torch.Tensor = (product * self.layer.scaling[adapter]).to(stack.dtype)
+        return delta
 
     def _check_finite(self, adapter: str, merged: torch.Tensor) -> None:
         is_finite = merged.isfinite().all().to(torch.int32)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusco.fsdp.layer import ExpertParallelLayer, SlicedLayer
+from fusco.fsdp.layer import ExpertParallelLayer, layer_of
 
 _CALLER = "caller"  # the reader of ``expert_loads``
 
@@ -75,9 +75,7 @@ def counted_layers(model: nn.Module) -> list[CountedLayer]:
     """Return a model's layers whose rows are counted, in order."""
     found = []
     for name, module in model.named_modules():
-        layer = vars(module).get("forward")
-        layer = layer.layer if isinstance(layer, SlicedLayer) else layer
-        if isinstance(layer, ExpertParallelLayer):
+        if layer := layer_of(module):
             found.append(CountedLayer(name, layer))
     return found
 

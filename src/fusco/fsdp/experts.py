@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Experts:
     num_experts: int
     up_name: str
     is_transposed: bool
-    adapters: tuple[ExpertAdapter, ...] = ()
+    adapters: list[ExpertAdapter] = field(default_factory=list)
 
     def run(
         self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor, copies: Mapping[str, torch.Tensor] | None = None
@@ -113,8 +113,8 @@ def find_experts(model: nn.Module) -> list[Experts]:
             wrappers = find_expert_adapters(name, module, model)
             stacks = dict(module.named_parameters(recurse=False))
             experts = _experts_of(name, module, next(key for key in _UP_NAMES if key in stacks))
-            adapters = (ExpertAdapter(wrapper, module, 0, experts.num_experts) for wrapper in wrappers)
-            found.append(replace(experts, adapters=tuple(adapters)))
+            adapters = [ExpertAdapter(wrapper, module, 0, experts.num_experts) for wrapper in wrappers]
+            found.append(replace(experts, adapters=adapters))
         elif looks_like_experts(name, module):
             candidates.append(Candidate(name, module, obstacle))
         _check_unparametrized(name, module)

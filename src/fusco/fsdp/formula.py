@@ -43,7 +43,7 @@ def check_formulas(found: Sequence[Experts]) -> None:
         module = experts.module
         # Without the experts implementation of transformers.
         forward = module.forward if "forward" in vars(module) else _class_forward(module)
-        _check(replace(experts, adapters=()), forward, made)
+        _check(replace(experts, adapters=[]), forward, made)
 
 
 class FormulaChecks:

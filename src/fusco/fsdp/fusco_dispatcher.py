@@ -170,7 +170,7 @@ class FuscoDispatcher:
         """
         if self._is_closed:
             raise ClosedError("the dispatcher is closed")
-        wide = torch.promote_types(x.dtype, self._settings.wire_dtype or x.dtype)  # in which sums travel
+        wide = torch.promote_types(x.dtype, self._settings.sum_dtype or x.dtype)  # in which sums travel
         key = (num_experts, num_topk, x.shape[1] * wide.itemsize, spare_places)
         known = self._communicators.get(key)
         if self._latest and known is not self._latest:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -13,6 +14,8 @@ from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.row_counts import RowCounter
 from fusco.placement.batch import Balance
+
+_LAYER = "_fusco_layer"  # the attribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,18 @@ class ExpertParallelLayer:
             num_rows = arrival.num_rows_per_expert
         y = self.experts.run(arrival.rows, num_rows, copies)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
+
+
+def remember_layer(module: nn.Module, layer: ExpertParallelLayer | SlicedLayer) -> None:
+    """Let ``layer_of`` find the layer of a module whose ``forward`` calls it through another function."""
+    setattr(module, _LAYER, layer)
+
+
+def layer_of(module: nn.Module) -> ExpertParallelLayer | None:
+    """Return what runs a module of experts whose tokens fusco moves; ``None`` for any other module."""
+    layer = vars(module).get(_LAYER) or vars(module).get("forward")
+    layer = layer.layer if isinstance(layer, SlicedLayer) else layer
+    return layer if isinstance(layer, ExpertParallelLayer) else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,22 @@ def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     return empty
+
+
+@contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take parameter groups without parameters out of an optimizer, for the duration of the block.
+
+    PyTorch (2.13) cannot load a flattened state into them. transformers' ``Trainer`` makes one where all trained
+    parameters have weight decay, as adapters do.
+    """
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        loaded = iter(optimizer.param_groups)  # loading replaces groups
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:

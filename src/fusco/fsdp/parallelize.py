@@ -143,5 +143,5 @@ def _distribute(experts: Experts, mesh: EPMesh) -> Experts:
         experts.module.register_parameter(key, nn.Parameter(local, requires_grad=parameter.requires_grad))
     num_local = experts.num_experts // mesh.ep_size
     first = mesh.expert["ep"].get_local_rank() * num_local
-    adapters = (ExpertAdapter(each.layer, experts.module, first, num_local) for each in experts.adapters)
-    return replace(experts, adapters=tuple(adapters))
+    adapters = [ExpertAdapter(each.layer, experts.module, first, num_local) for each in experts.adapters]
+    return replace(experts, adapters=adapters)

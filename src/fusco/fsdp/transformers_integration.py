@@ -23,7 +23,7 @@ from fusco.fsdp.dispatcher import Dispatcher
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import FormulaChecks
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
-from fusco.fsdp.layer import ExpertParallelLayer, SlicedLayer
+from fusco.fsdp.layer import ExpertParallelLayer, SlicedLayer, remember_layer
 from fusco.fsdp.router_loss import RouterLosses
 
 MakeDispatcher = Callable[[dist.ProcessGroup], Dispatcher]
@@ -79,6 +79,7 @@ def registered_with_transformers(
         # transformers has distributed the experts already; num_experts is that of this rank.
         num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
         layer = ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
+        remember_layer(experts, layer)
         return SlicedLayer(layer, tp_mesh) if tp_mesh.size() > 1 else layer
 
     with opened, losses.restored(), _registered(registry, name, make):

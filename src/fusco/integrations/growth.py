@@ -132,7 +132,7 @@ class GrowingCommunicators:
 
     def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
         """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle."""
-        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.wire_dtype is None else 4)
+        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.sum_dtype is None else 4)
 
     def turn_to(self, grown: Grown, verb: str) -> Communicator:
         """Return the communicator of a handle for a call along it; a collective if the call before was in another."""
@@ -175,6 +175,7 @@ class GrowingCommunicators:
             settings=self._settings,
             device=device,
         )
+        comm.take_turns()  # engines run each of two micro-batches in a thread of its own
         grown = Grown(comm, capacity, len(self._communicators))
         self._communicators.append(comm)
         # Only now: the next call tries again if there is no room for it.

@@ -1,9 +1,10 @@
-"""SGLang: a dispatcher for unquantised experts on fusco, through SGLang's hooks for plugins.
+"""SGLang: a dispatcher for unquantised and FP8 experts on fusco, through SGLang's hooks for plugins.
 
 For SGLang 0.5 with ``--moe-a2a-backend deepep_v2``: ``SGLANG_PLUGINS=fusco`` loads it (see ``plugins``). No ``deep_ep``
-is needed. Rows arrive by local expert, in blocks of a multiple of 128 rows, and go into DeepGEMM as they are. Sources
-of the interface: ``sglang/srt/layers/moe/token_dispatcher/{base,deepep_v2}.py`` and ``sglang/srt/plugins`` (Apache
-licence).
+is needed. Rows arrive by local expert, in blocks of a multiple of 128 rows: those of a prefill go into DeepGEMM as they
+are, those of a decode step have a fixed size, and SGLang copies them to masked rows. Sources of the interface:
+``sglang/srt/layers/moe/token_dispatcher/{base,deepep_v2}.py``, ``sglang/srt/layers/moe/moe_runner/deep_gemm.py`` and
+``sglang/srt/plugins`` (Apache licence).
 """
 
 from __future__ import annotations
@@ -14,46 +15,71 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.environ import envs
+from sglang.srt.layers.dp_attention import get_is_extend_in_batch
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat
 from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2DispatchOutput
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.layers.moe.utils import get_deepep_v2_fp8_scale_format, get_moe_a2a_backend
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
+from fusco.core.config import StaticRows
+from fusco.core.routing_sizes import RoutingSizes
 from fusco.integrations.expert_rows import ExpertRows, SentRows, ends_in_blocks
 
 _ALIGNMENT = 128  # of DeepGEMM's contiguous layout
+_BLOCK = 128  # FP8 values that share a scale
 _TARGET = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 
 
 class FuscoDispatcher(BaseDispatcher):
-    """Dispatch and combine of expanded rows; the host waits once in a dispatch, so it is in no CUDA graph."""
+    """Dispatch and combine of expanded rows.
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
+    A decode step has as many rows as any routing of ``max_decode_tokens`` on each rank needs, so that the host does not
+    wait and a CUDA graph can have it; in a prefill the host waits once, for the number of rows.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, num_experts: int, *, is_fp8: bool = False, max_decode_tokens: int = 128
+    ) -> None:
+        """Nothing is allocated before the first call. ``is_fp8``: rows travel as e4m3, with a scale of 128 values."""
         super().__init__()
+        self._num_ranks, self._num_experts = dist.get_world_size(group), num_experts
+        self._is_fp8, self._max_decode_tokens = is_fp8, max_decode_tokens
         self._rows = ExpertRows.of_group(group, num_experts)
         self._sent: SentRows | None = None
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
         """Send tokens, bfloat16 (num_tokens, hidden), to their experts.
 
-        ``topk_output`` has ``topk_ids``, -1 for no expert, and ``topk_weights`` (num_tokens, num_topk). Returns rows
-        and weights by local expert, and the ends of the experts' rows: the start of a block, which is a multiple of
-        128, and its number of rows.
+        ``topk_output`` has ``topk_ids``, -1 for no expert, and ``topk_weights`` (num_tokens, num_topk). Returns rows,
+        with FP8 their scales float32 (num_rows, hidden / 128), and weights by local expert, and the ends of the
+        experts' rows: the start of a block, which is a multiple of 128, and its number of rows.
         """
+        is_decode = not get_is_extend_in_batch()
         with self._rows.comms.rejecting():
             ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
-        sent = self._sent = self._rows.dispatch([hidden_states], ids, weights, expert_alignment=_ALIGNMENT)
-        counts = sent.dispatched.num_rows_per_expert
+            static = self._static_rows(len(hidden_states), ids.shape[1]) if is_decode else None
+            payloads = _quantize(hidden_states) if self._is_fp8 else [hidden_states]
+        sent = self._sent = self._rows.dispatch(payloads, ids, weights, expert_alignment=_ALIGNMENT, static=static)
+        rows, *scales = sent.dispatched.payloads
+        num_pairs = self._num_ranks * ids.numel()
+        of_decode = {
+            "use_masked_gemm": True,
+            "expected_m": max(1, (num_pairs + self._num_experts) // self._num_experts),  # DeepGEMM's hint
+            "masked_max_m": self._num_ranks * self._max_decode_tokens,
+            "total_expanded": len(rows),
+        }
         return DeepEPv2DispatchOutput(
-            hidden_states=sent.dispatched.rows,
-            hidden_states_scale=None,
+            hidden_states=rows,
+            hidden_states_scale=scales[0] if scales else None,
             topk_ids=None,
             topk_weights=sent.dispatched.weights,
-            psum_num_recv_tokens_per_expert=ends_in_blocks(counts, _ALIGNMENT),
+            psum_num_recv_tokens_per_expert=ends_in_blocks(sent.dispatched.num_rows_per_expert, _ALIGNMENT),
             is_expanded=True,
             expert_alignment=_ALIGNMENT,
+            **(of_decode if is_decode else {}),
         )
 
     def combine(self, combine_input: Any) -> torch.Tensor:
@@ -66,15 +92,49 @@ class FuscoDispatcher(BaseDispatcher):
             sent, self._sent = self._sent, None
         return sent.combine([combine_input.hidden_states])[0]
 
+    def _static_rows(self, num_tokens: int, num_topk: int) -> StaticRows:
+        if num_tokens > self._max_decode_tokens:
+            raise ValueError(
+                f"a decode step of {num_tokens} tokens on a rank, more than the {self._max_decode_tokens} of "
+                f"SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+            )
+        sizes = RoutingSizes(
+            max_tokens_per_rank=self._max_decode_tokens,
+            world_size=self._num_ranks,
+            num_topk=num_topk,
+            num_experts=self._num_experts,
+        )
+        return StaticRows.for_rank_load(sizes, expert_alignment=_ALIGNMENT)
+
+
+def _quantize(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return e4m3 values of tokens (num_tokens, hidden) and their scales, by SGLang's kernel."""
+    from sglang.kernels.ops.quantization.fp8_kernel import (  # noqa: PLC0415  compiled, and for FP8 only
+        sglang_per_token_group_quant_fp8,
+    )
+
+    return list(sglang_per_token_group_quant_fp8(x, _BLOCK))
+
 
 def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any) -> Any:
-    """Return fusco's dispatcher with ``--moe-a2a-backend deepep_v2``, and otherwise what SGLang makes."""
+    """Return fusco's dispatcher with ``--moe-a2a-backend deepep_v2``, and otherwise what SGLang makes.
+
+    What is not unquantised there has FP8 experts with scales of blocks of 128.
+    """
     if not get_moe_a2a_backend().is_deepep_v2():
         return original(moe_runner_config, quant_method)
-    if not isinstance(quant_method, UnquantizedFusedMoEMethod):
-        kind = type(quant_method).__name__
-        raise NotImplementedError(f"fusco's SGLang adapter is for unquantised experts, not {kind}")
-    return FuscoDispatcher(get_parallel().tp_group.device_group, moe_runner_config.num_experts)
+    is_fp8 = not isinstance(quant_method, UnquantizedFusedMoEMethod)
+    if is_fp8 and (getattr(quant_method, "use_mxfp8", False) or get_deepep_v2_fp8_scale_format().ue8m0):
+        raise NotImplementedError(
+            "fusco's SGLang adapter moves unquantised rows and FP8 with float32 scales of 128 values, not scales in "
+            "UE8M0 (MXFP8, or FP8 on Blackwell)"
+        )
+    return FuscoDispatcher(
+        get_parallel().tp_group.device_group,
+        moe_runner_config.num_experts,
+        is_fp8=is_fp8,
+        max_decode_tokens=envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(),
+    )
 
 
 @cache

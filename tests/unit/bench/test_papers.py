@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib import resources
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from fusco.bench.simulation.laws import drawn_demand, grouped_gate
 from fusco.bench.simulation.papers import PaperRow, check_papers, published_rows
 from fusco.core.topology import Topology
+from fusco.explore.records import record_views
+from fusco.placement import Balance
 from fusco.simulate.cluster import load_cluster, names_of_clusters
 
 RESIDUALS = json.loads((resources.files("fusco.bench.simulation") / "residuals.json").read_text())
@@ -46,7 +49,7 @@ def test_residuals_are_where_they_were():
 
 
 def test_a_residual_that_moved_is_told():
-    row = {"id": "x", "where": "", "unit": "ms", "published": 1, "predicted": 1.1, "error": 10.0, "role": "test"}
+    row = {"label": "x", "where": "", "unit": "ms", "measured": 1, "predicted": 1.1, "error": 10.0, "role": "test"}
     assert PaperRow(**row, moved=0.9).is_right
     assert PaperRow(**row, moved=-1.1).errors == ("its error moved by -1.1 points, to +10.0 %",)
 
@@ -73,3 +76,10 @@ def test_rows_drawn_by_law_have_their_mean():
     skewed = drawn_demand(topology, 1000, 8, 2, is_skewed=True)
     assert skewed.num_tokens.std() > 500
     assert abs(skewed.expert_copies * skewed.node_rows.sum() / (8 * skewed.num_tokens.sum()) - 1) < 0.02
+
+
+def test_json_lines_of_rows_are_shown_by_the_explorer():
+    lines = [asdict(row) for row in check_papers([next(iter(TESTED))])]
+    (view,) = record_views(lines, Balance(2))
+    assert view.kind == "predictions"
+    assert [(row.label, row.measured) for row in view.rows] == [(line["label"], line["measured"]) for line in lines]

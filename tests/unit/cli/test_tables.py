@@ -128,7 +128,7 @@ def print_simulated(console):
 
 
 def print_papers(console):
-    rows = [wide(PaperRow, id="fusco.t3.real-world", where="FUSCO, Table 3", role=role) for role in ("train", "test")]
+    rows = [wide(PaperRow, label="fusco.t3.real-world", where="FUSCO, T3", role=role) for role in ("train", "test")]
     console.print(simulate_tables.table_of_papers(rows))
 
 

@@ -74,6 +74,18 @@ def test_a_thread_hands_over(access):
         assert pool.submit(use, access).result(LIMIT_S) == "worker_0"
 
 
+def test_threads_that_take_turns_own_nothing_and_still_exclude_each_other(access):
+    use(access)
+    assert type(in_thread(access.take_turns)) is ThreadError
+    access.take_turns()
+    with ThreadPoolExecutor(1, thread_name_prefix="worker") as pool:
+        for _ in range(2):
+            assert pool.submit(use, access).result(LIMIT_S) == "worker_0"
+            assert use(access) == "MainThread"
+    with access.using("dispatch"):
+        assert "while dispatch of thread 'MainThread' is under way" in str(in_thread(lambda: use(access)))
+
+
 def test_a_call_for_any_thread_is_rejected_during_a_call_of_another(access):
     use(access)
 

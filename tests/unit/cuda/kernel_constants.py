@@ -15,6 +15,7 @@ from fusco.cuda.kernels.gather_rows import gather_type
 from fusco.cuda.kernels.node_barrier import barrier_type
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
+from fusco.cuda.kernels.quantize_rows import QuantizeArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
@@ -207,6 +208,17 @@ GRID: dict[str, list[Constants]] = {
     "node_barrier": [constants_of(barrier_type(num_ranks), num_ranks, 32) for num_ranks in (1, 8)],
     "copy_segments": [constants_of(CopyArgs, num_ranks, 256) for num_ranks in (1, 8)],
     "copy_chunk": [COPY_CHUNK],
+    "quantize_rows": [
+        constants_of(QuantizeArgs, 1, 256, ROW_TYPE=row_type, BLOCK=block, RULE=rule, SCALE_BYTES=scale_bytes)
+        for row_type, block, rule, scale_bytes in (
+            ("BF16", 128, "AMAX", 4),
+            ("F16", 256, "POWER_OF_TWO", 4),
+            ("F32", 16, "POWER_OF_TWO", 1),
+            ("BF16", 32, "MX_FLOOR", 1),
+            ("F32", 32, "MX_CEIL", 1),
+            ("BF16", 16, "NVFP4", 1),
+        )
+    ],
     "choose_owners": [constants_of(ChooseArgs, 1, 512, ID_BYTES=id_bytes, PAIRS_PER_BLOCK=512) for id_bytes in (4, 8)],
 }
 

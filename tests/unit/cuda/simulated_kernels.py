@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from simulated_device import Machine, Stream
 
+from fusco.core.quantization import Quantize
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.kernels.abi import vector_bytes
 from fusco.cuda.kernels.comm import Report
@@ -18,11 +19,19 @@ from reference.add_returned import add_returned
 from reference.combine_rows import combine_rows, sum_partially
 from reference.plan import mark_ranks, plan_slots
 from reference.plan_forwarding import plan_forwarding
+from reference.quantize_rows import quantize_rows
 from reference.scatter_rows import scatter_rows
 
 _ELEMENT_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _IDS = {4: torch.int32, 8: torch.int64}
 _WEIGHTS = {4: torch.float32, 8: torch.float64}
+_FORMATS = {
+    "AMAX": lambda block, _: Quantize(block=block),
+    "POWER_OF_TWO": lambda block, size: Quantize(block=block, scale="ue8m0" if size == 1 else "power-of-two"),
+    "MX_FLOOR": lambda *_: Quantize("mxfp8", rounding="floor"),
+    "MX_CEIL": lambda *_: Quantize("mxfp8"),
+    "NVFP4": lambda *_: Quantize("nvfp4"),  # global scale 1
+}
 _I32 = torch.int32
 _LARGEST_I32 = 2**31 - 1
 
@@ -348,6 +357,17 @@ class SimulatedKernel:
                 self._at(args.dst + to, torch.uint8, (size,)).copy_(read)
 
         stream.launch("copying segments", copy)
+
+    def _quantize_rows(self, stream: Stream, args: Any) -> None:
+        quantize = _FORMATS[self._constants["RULE"]](self._constants["BLOCK"], self._constants["SCALE_BYTES"])
+
+        def quantise() -> None:
+            dtype = _ELEMENT_TYPES[self._constants["ROW_TYPE"]]
+            values, scales = quantize_rows(self._at(args.rows, dtype, (1, args.num_columns)), quantize)
+            self._at(args.values, values.dtype, values.shape).copy_(values)
+            self._at(args.scales, scales.dtype, scales.shape).copy_(scales)
+
+        stream.launch("quantising rows", quantise)
 
     def _add_returned(self, stream: Stream, args: Any) -> None:
         def add() -> None:

@@ -12,7 +12,9 @@ from emulated_scenes import EPOCHS
 from emulator import is_available
 from simulated_nodes import Rank
 
+from fusco import StaticRows
 from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.cuda.memory.plan_report import Overflow
 
 pytestmark = [
     pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++"),
@@ -55,6 +57,25 @@ def test_an_invalid_id_of_a_dispatch_that_no_host_waits_for_outlives_later_ones(
 
     told = f"[6, 1] = {NUM_EXPERTS + 6} is not an expert: ids go from 0 to {NUM_EXPERTS - 1}, and -1 means none"
     assert repeated.world.run(on_rank) == [[told, (1, 3, 1, NUM_EXPERTS + 3), None]] * 2
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("rows_per_expert", [1, 30, 2 * NUM_TOKENS * NUM_TOPK])
+def test_an_overflow_names_the_first_expert_with_the_most_rows(folder, order, rows_per_expert):
+    repeated = Repeated(folder, order)
+
+    def on_rank(at: Rank) -> tuple[list[int], Overflow | None, Overflow | None]:
+        static = StaticRows(rows_per_expert=rows_per_expert)
+        request = replace(repeated.request(at.rank, order, torch.float32), static=static)
+        plan = dispatch(at, request)[1]
+        at.machine_is_idle()
+        wanted = plan.num_rows_per_expert + plan.num_dropped_per_expert
+        return wanted.tolist(), *(at.arena.plan_report.take_overflow() for _ in range(2))
+
+    for wanted, overflow, second in repeated.world.run(on_rank):
+        most = max(wanted)
+        assert overflow == ((most, rows_per_expert, wanted.index(most)) if most > rows_per_expert else None)
+        assert second is None
 
 
 @pytest.mark.parametrize("order", range(3))

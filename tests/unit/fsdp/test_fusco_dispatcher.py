@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco import Launch, TransportError
+from fusco import Launch, StaticRows, TransportError
 from fusco.fsdp import FuscoDispatcher
 
 
@@ -34,6 +34,12 @@ def test_results_are_used_at_once_so_that_the_stream_must_be_the_callers():
         for launch in (Launch(own_stream=True), Launch(event=mock.Mock())):
             with pytest.raises(ValueError, match="neither own_stream nor event"):
                 FuscoDispatcher(Group(), 1, launch=launch)
+
+
+def test_static_rows_are_blocks_that_follow_each_other():
+    assert FuscoDispatcher(Group(), 1, static=StaticRows(7)).static == StaticRows(7)
+    with pytest.raises(ValueError, match=r"got rows_per_expert=7: pass StaticRows\(num_rows\)"):
+        FuscoDispatcher(Group(), 1, static=StaticRows(rows_per_expert=7))
 
 
 def test_synchronize_waits_for_all_communicators_and_raises_what_went_wrong():

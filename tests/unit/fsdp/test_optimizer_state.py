@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from fusco.fsdp.optimizer_state import drop_state, fill_state, find_unstarted, parameters_named, without_state
+from fusco.fsdp.optimizer_state import (
+    drop_state,
+    fill_state,
+    find_unstarted,
+    parameters_named,
+    without_empty_groups,
+    without_state,
+)
 
 OPTIONS = ["param_groups.a.weight.lr", "param_groups.b.weight.lr"]
 MOMENTS = ["state.a.weight.step", "state.a.weight.exp_avg"]
@@ -99,3 +106,15 @@ def test_names_of_parameters():
     # As torch.compile wraps modules.
     wrapped = nn.ModuleDict({"a": nn.ModuleDict({"_orig_mod": model["a"]})})
     assert parameters_named(wrapped, {"a.weight"}) == [model["a"].weight]
+
+
+def test_groups_without_parameters_are_put_back_in_place():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([{"params": [], "lr": 1.0}, {"params": [weight], "lr": 2.0}, {"params": []}], lr=3.0)
+    with without_empty_groups(optimizer):
+        assert [group["lr"] for group in optimizer.param_groups] == [2.0]
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 5.0
+        optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 5.0, 3.0]
+    assert optimizer.param_groups[1]["params"] == [weight]

@@ -7,7 +7,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fusco.bench.prefill.variants import deep_ep_version
 from fusco.bench.shuffle.baseline import BaselineShuffle, weighted_sum
 from fusco.core.config import Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
+from fusco.core.routing_sizes import RoutingSizes
 from fusco.core.rows import row_bytes
 from fusco.core.topology import Topology
 
@@ -201,12 +202,8 @@ class BaselineExchange(Exchange):
 
 def obstacle(variant: str, device: str, dtype: str) -> str:
     """Return why a variant cannot run here; empty if it can."""
-    if variant == "fusco-masked" and not _has_masked_rows():
-        return "this fusco has no masked rows"
     if variant in ("deep_ep", "fusco-deep_ep") and dtype == "float32":
         return "its low-latency rows are bfloat16"
-    if variant == "fusco-deep_ep" and not hasattr(_fusco_deep_ep().Buffer, "low_latency_dispatch"):
-        return "this fusco's deep_ep has no low-latency calls"
     return _obstacle_of_deep_ep(device) if variant == "deep_ep" else ""
 
 
@@ -244,23 +241,20 @@ def make_exchange(name: str, job: DecodeJob, group: dist.ProcessGroup, stack: Ex
         settings=Settings(timeout_s=job.timeout_s),
         device=job.device,
     )
-    static = _masked_rows(job) if name == "fusco-masked" else _static_rows(job)
-    return FuscoExchange(stack.enter_context(comm), static)
+    return FuscoExchange(stack.enter_context(comm), _static_rows(name, job))
 
 
-def _static_rows(job: DecodeJob) -> Callable[[int], StaticRows]:
-    """Return what makes as many rows as the worst routing of so many tokens on each rank needs."""
-    per_token = min(job.shape.num_topk, job.num_local_experts)
-    return lambda num_tokens: StaticRows(job.num_ranks * num_tokens * per_token)
-
-
-def _masked_rows(job: DecodeJob) -> Callable[[int], StaticRows]:
-    """Return what makes a place of each expert for every token of all ranks."""
-    return lambda num_tokens: StaticRows(rows_per_expert=job.num_ranks * num_tokens)  # type: ignore[call-arg]
-
-
-def _has_masked_rows() -> bool:
-    return "rows_per_expert" in {field.name for field in fields(StaticRows)}
+def _static_rows(name: str, job: DecodeJob) -> Callable[[int], StaticRows]:
+    """Return what makes static rows that any routing of so many tokens on each rank fits in."""
+    choose = StaticRows.for_expert_load if name == "fusco-masked" else StaticRows.for_rank_load
+    return lambda num_tokens: choose(
+        RoutingSizes(
+            max_tokens_per_rank=num_tokens,
+            world_size=job.num_ranks,
+            num_topk=job.shape.num_topk,
+            num_experts=job.shape.num_experts,
+        )
+    )
 
 
 def _fusco_deep_ep() -> Any:

@@ -43,13 +43,15 @@ _VARIANTS = {
 class PaperRow:
     """A published result and the prediction; ``error`` is relative, in percent, ``moved`` its change in points.
 
-    ``role`` is ``"train"`` (a constant was set with it), ``"test"`` (held out) or ``"none"`` (not explained).
+    ``measured`` is the published value, ``label`` names it. ``role`` is ``"train"`` (a constant was set with it),
+    ``"test"`` (held out) or ``"none"`` (not explained). ``fusco explore`` shows the JSON lines.
     """
 
-    id: str
+    kind: str = "prediction"  # of ``fusco explore``
+    label: str
     where: str
     unit: str
-    published: float
+    measured: float
     predicted: float
     error: float
     role: str
@@ -83,10 +85,10 @@ def check_papers(ids: Sequence[str] = ()) -> Iterator[PaperRow]:
         predicted = predict(row)
         error = round((predicted / row["value"] - 1) * 100, 2)
         yield PaperRow(
-            id=row["id"],
+            label=row["id"],
             where=row["where"],
             unit=row["unit"],
-            published=row["value"],
+            measured=row["value"],
             predicted=round(predicted, 3),
             error=error,
             role=row["role"],

@@ -109,7 +109,7 @@ def _scale_of(rule: int, amax: Any, global_scale: Any) -> Any:
         if scale == np.uint32(0x7F):
             return scale, float_of(_INFINITY | np.uint32(1))
         return scale, (_ONE / global_scale) / float_of((scale << np.uint32(20)) + (np.uint32(120) << np.uint32(23)))
-    bits = bits_of(amax)
+    bits: Any = bits_of(amax)
     if bits >= _INFINITY:
         return np.uint32(0xFF), float_of(_INFINITY | np.uint32(1))
     if rule == MX_CEIL:
@@ -123,7 +123,7 @@ def _scale_of(rule: int, amax: Any, global_scale: Any) -> Any:
 @compiled(nogil=True)
 def _exponent_above(value: Any) -> Any:
     """Return the biased exponent of the next power of two that is not smaller; 0 is 2**-127."""
-    bits = bits_of(value)
+    bits: Any = bits_of(value)
     exponent, mantissa = bits >> np.uint32(23), bits & _MANTISSA
     at_least = np.uint32(0x400000) if exponent == np.uint32(0) else np.uint32(0)
     return exponent + np.uint32(1) if mantissa > at_least else exponent
@@ -138,5 +138,6 @@ def _to_e4m3(columns: Any, factor: Any, codes: Any) -> None:
 @compiled(nogil=True, error_model="numpy")
 def _to_e2m1(columns: Any, factor: Any, codes: Any) -> None:
     for h in range(columns.size // 2):
-        low, high = e2m1_code(widen(columns[2 * h]) * factor), e2m1_code(widen(columns[2 * h + 1]) * factor)
+        low: Any = e2m1_code(widen(columns[2 * h]) * factor)
+        high: Any = e2m1_code(widen(columns[2 * h + 1]) * factor)
         codes[h] = low | high << 4

@@ -9,6 +9,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.quantization import QUANTIZED_DTYPES, Quantize
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.core.topology import Topology
+from fusco.cpu.kernels.add_quantized_rows import add_quantized_rows
 from fusco.cpu.kernels.add_rows import add_rows
 from fusco.cpu.kernels.attached_sums import Holders, add_returned_sums, fold_attached_sums, produce_attached_sums
 from fusco.cpu.kernels.choose_owners import warm_up_owner_choice
@@ -56,6 +57,7 @@ def warm_up_cpu() -> None:
         produce_attached_sums(terms, holders)
         fold_attached_sums(terms, holders, sums)
         add_returned_sums(np.zeros((0, 3), np.int64), rows, sums)
+    add_quantized_rows(0, Quantize(), none, torch.zeros(0, 0, dtype=torch.float32, device="cpu"))
     for dtype in QUANTIZED_DTYPES:
         nothing_wide = torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
         quantize_rows(torch.zeros(0, 0, dtype=dtype, device="cpu"), Quantize(), nothing_wide, nothing_wide)

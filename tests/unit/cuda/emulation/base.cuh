@@ -32,6 +32,7 @@ template <typename T> constexpr T max(T a, T b) { return a < b ? b : a; }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __uint_as_float(u32 bits) {
     float value;

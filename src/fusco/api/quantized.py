@@ -1,0 +1,97 @@
+"""Quantised dispatch, a layer in front of the engine: rows become values and scales, two payloads of one routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusco.api.handle import Dispatched
+from fusco.api.validation import Validator
+from fusco.core.config import Launch
+from fusco.core.quantization import Quantize, dequantize_rows
+from fusco.core.rows import wants_grad
+from fusco.engine.quantizer import Origin, Quantizer
+
+
+class QuantizedRows:
+    """Rows of one dispatch that are sent as values and scales.
+
+    Attributes:
+        x: the caller's rows.
+        payloads: values and scales, as rows.
+        origin: what the payloads are of.
+    """
+
+    def __init__(self, quantizer: Quantizer, quantize: Quantize, x: torch.Tensor, launch: Launch | None) -> None:
+        self._quantizer, self._quantize, self._launch = quantizer, quantize, launch
+        self.x = x
+        self.origin = Origin(x.detach(), quantize, _described(quantize, x))
+        self.payloads = list(quantizer.quantize(self.origin.x, quantize))
+
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        """Return a dispatch of the payloads with scales in the layout that was asked for."""
+        rows, scales = sent.payloads
+        quantize, event = self._quantize, sent.event
+        if quantize.layout != "row":
+            scales, event = self._quantizer.lay_out(scales, quantize, self.x.shape[1], self._launch)
+        return replace(sent, payloads=(rows, scales), event=event, quantize=quantize, dtype=self.x.dtype)
+
+    def gradient_rows(self, sent: Dispatched) -> torch.Tensor:
+        """Return zeros (num_rows, hidden) of the dtype of ``x``, one element in memory: what gradients arrive at."""
+        shape = (*sent.rows.shape[:-1], self.x.shape[1])
+        return torch.zeros((1,) * len(shape), dtype=self.x.dtype, device=self.x.device).expand(shape)
+
+
+def quantized(
+    quantizer: Quantizer, validator: Validator, payloads: Sequence[Any], quantize: Quantize, launch: Launch | None
+) -> QuantizedRows:
+    """Return the rows of a dispatch, quantised; raise for those that cannot be, before anything is launched."""
+    validator.require_quantizable(payloads, quantize)
+    validator.require_launch(launch)
+    return QuantizedRows(quantizer, quantize, payloads[0], launch)
+
+
+def _described(quantize: Quantize, x: torch.Tensor) -> str:
+    """Return what must be equal on all ranks beyond the dtypes and shapes of values and scales."""
+    options = f"{quantize.format}, {quantize.rule}, {quantize.columns}, {quantize.global_scale}"
+    return f"{options}, gradients of {x.dtype}" if wants_grad(x) else options
+
+
+class DequantizeRows(torch.autograd.Function):
+    """Rows that values and scales stand for; gradients go straight through to ``Dispatched.gradients``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ARG004  nothing is kept
+        gradients: torch.Tensor,  # noqa: ARG004  an input for its gradient alone
+        sent: Dispatched,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Dequantise."""
+        return _dequantized(sent, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        """Pass the gradient on."""
+        return grad_rows, None, None
+
+
+def dequantized(sent: Dispatched, dtype: torch.dtype | None) -> torch.Tensor:
+    """See ``Dispatched.dequantize``."""
+    wanted = dtype or sent.dtype
+    if sent.quantize is None or wanted is None:
+        raise ValueError("this dispatch was not quantised, so its rows are what was sent: read sent.rows")
+    if sent.gradients is None:
+        return _dequantized(sent, wanted)
+    rows: torch.Tensor = DequantizeRows.apply(sent.gradients, sent, wanted)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _dequantized(sent: Dispatched, dtype: torch.dtype) -> torch.Tensor:
+    assert sent.quantize is not None
+    return dequantize_rows(sent.rows, sent.payloads[1], sent.quantize, dtype)

@@ -1,0 +1,81 @@
+"""vLLM's quantisation of activations: before rows travel, with scales of blocks or tokens; else where they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
+
+
+@dataclass(frozen=True)
+class ArrivedRows:
+    """Rows at their experts, in the standard or the batched format."""
+
+    payloads: tuple[torch.Tensor, ...]  # values (..., hidden) and, if they travelled, scales (..., num_scales)
+    has_token: torch.Tensor  # bool (...): others are undefined
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What quantises the rows of a layer: nothing, vLLM before they travel, or vLLM where they arrive."""
+
+    config: Any  # vLLM's ``FusedMoEQuantConfig``
+    where: str  # "nowhere", "before" or "after"
+
+    @classmethod
+    def of(cls, config: Any, *, is_deferred: bool) -> Quantization:
+        """Return the quantisation of a configuration; ``NotImplementedError`` for formats of less than 8 bits.
+
+        A scale for a whole tensor that is not given depends on the rows, so it is computed where they arrive, as vLLM
+        does with DeepEP.
+        """
+        dtype = config.quant_dtype
+        if dtype is None or is_deferred:
+            return cls(config, "nowhere")
+        if not isinstance(dtype, torch.dtype):
+            raise NotImplementedError(
+                f"fusco's vLLM adapter moves FP8 and INT8 rows, and unquantised ones, not {dtype}"
+            )
+        is_of_tensor = config.block_shape is None and not config.per_act_token_quant
+        return cls(config, "after" if is_of_tensor and config.a1_scale is None else "before")
+
+    def before(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return what travels for tokens (num_tokens, hidden): values, and the scales of blocks or tokens."""
+        if self.where != "before":
+            return [x]
+        values, scales = self._quantize(x)
+        return [values] if scales.numel() == 1 and self._is_given else [values, scales]
+
+    def after(self, arrived: ArrivedRows, num_local_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the rows that experts get and their scales, ``None`` if they are not quantised."""
+        rows, *more = arrived.payloads
+        scales: torch.Tensor | None = more[0] if more else None
+        if self.where == "after" and rows.numel():
+            known = rows.where(arrived.has_token[..., None], 0)  # rows without a token would change the scale
+            rows, scales = self._quantize(known.flatten(0, -2))
+            rows = rows.view(known.shape)
+        elif self.where == "before" and not more:
+            scales = self.config.a1_scale
+        if rows.ndim == 3:
+            scales = normalize_batched_scales_shape(scales, num_local_experts)
+        return rows, scales
+
+    @property
+    def _is_given(self) -> bool:
+        """Whether all ranks have the scale of the whole tensor."""
+        return self.config.a1_scale is not None and self.config.block_shape is None
+
+    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        config = self.config
+        values, scales = moe_kernel_quantize_input(
+            x,
+            config.a1_scale,
+            quant_dtype=config.quant_dtype,
+            per_act_token_quant=config.per_act_token_quant,
+            block_shape=config.block_shape,
+            is_scale_swizzled=False,
+        )
+        assert scales is not None
+        return values, scales
