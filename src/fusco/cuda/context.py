@@ -11,13 +11,13 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cuda.arena import Arena
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.arena import Arena
+from fusco.cuda.memory.layout import DeviceLayout
 from fusco.planner.routing import describe_invalid_id, logical_id
 
 
@@ -70,7 +70,7 @@ class CudaContext:
 
     def describe_invalid_id(self, token: int, k: int, physical_id: int) -> str:
         """Return the error message for an invalid id that a kernel has found."""
-        expert_id = logical_id(physical_id, self.placement.num_experts)
+        expert_id = logical_id(physical_id, self.num_experts, self.placement.num_experts)
         return describe_invalid_id(token, k, expert_id, self.num_experts)
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:
