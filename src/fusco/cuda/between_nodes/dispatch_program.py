@@ -79,10 +79,7 @@ class DispatchMaker:
         if of_others is None:
             return None
         weight_bytes = sizes.shape.weight_bytes
-        sent = first_messages(
-            self.routing_memory[0], len(traffic.destinations), message_bytes(terms, ids.shape, weight_bytes)
-        )
-        routing = RoutingMessages(request.routing, sent, traffic, self.routing_memory[1])
+        routing = self._routing(request, traffic, message_bytes(terms, ids.shape, weight_bytes))
         if not (routing.sends or routing.receives):
             return None
         forwarding = ForwardingAddresses(Value(of.FORWARDING), self.context.topology.num_nodes, len(ids))
@@ -95,7 +92,7 @@ class DispatchMaker:
             self.context.expert_to_node,
             self.message_rows.summary,
             terms,
-            PackedForwarding(forwarding, sent.data_ptr()),
+            PackedForwarding(forwarding, self.routing_memory.data_ptr()),
             Value(of.NUMBER),
         )
         given = [(Value(of.FIRST_ROW + i), size) for i, size in enumerate(row_sizes)]
@@ -109,10 +106,8 @@ class DispatchMaker:
         num_sms, first_output = request.launch.num_sms, of.FIRST_ROW + len(payloads)
         rows = rows_of_values(payloads, of.FIRST_ROW, first_output, Value(of.NUM_SLOTS))
         forwarded = [payload._replace(address=start) for payload, start in zip(rows, starts, strict=True)]
-        scatters = [
-            self.own_rows.call(plan, own, rows, stream, num_sms),
-            self.own_rows.call(plan, of_others, forwarded, stream, num_sms, clears_padding=False),
-        ]
+        scatters = [self.own_rows.call(plan, own, rows, stream, num_sms)]
+        scatters.append(self.own_rows.call(plan, of_others, forwarded, stream, num_sms, clears_padding=False))
         until_plan: list[Step] = [packing, *packed.gathers, *messages.calls, *arrival, planning]
         together: list[list[Step]] = [[*until_plan, *scatters]]
         if num_slots is None:
@@ -123,6 +118,12 @@ class DispatchMaker:
         return InternodeDispatchProgram(
             self, programs, request, traffic, sizes, num_slots, stream, counts, messages.stall
         )
+
+    def _routing(self, request: DispatchRequest, traffic: InternodeTraffic, num_bytes: int) -> RoutingMessages:
+        """Return messages of routing in the memory of all programs, of so many bytes to each node."""
+        sent, received = self.routing_memory
+        packed = first_messages(sent, len(traffic.destinations), num_bytes)
+        return RoutingMessages(request.routing, packed, traffic, received)
 
 
 class InternodeDispatchProgram(DispatchProgram):

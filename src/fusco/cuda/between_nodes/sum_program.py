@@ -65,12 +65,10 @@ class SumMaker:
         launcher = context.launcher(stream)
         rows, wide = RowsAt(Value(of.ROWS), given.dtype, hidden), accumulation_dtype(given.dtype)
         slot = self.ring.slot(0, stream, wire_dtype)
+        outs = RowsAt(slot.data_ptr(), wire_dtype, hidden), RowsAt(Value(of.SCRATCH), wide, hidden)
         sums = [
             combine_rows(launcher, held, rows, wire_dtype, out, is_weighted=is_weighted, num_sms=num_sms)
-            for held, out in (
-                (of_others, RowsAt(slot.data_ptr(), wire_dtype, hidden)),
-                (own, RowsAt(Value(of.SCRATCH), wide, hidden)),
-            )
+            for held, out in zip((of_others, own), outs, strict=True)
         ]
         node_to_place, scratch_bytes = _places_in_scratch(traffic, plan.num_tokens * hidden * wide.itemsize, size)
         sends = returning_sums(traffic, 0, rows_per_slice, size, slot.data_ptr())

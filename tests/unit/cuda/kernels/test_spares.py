@@ -7,7 +7,7 @@ import torch
 from fusco import Capacity, Groups, Lanes, Settings, Topology
 from fusco.cuda.between_nodes.routing_messages import RoutingMessages, first_messages
 from fusco.cuda.kernels.plan import PlanMemory, PlanShape
-from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, ForwardingTensors
+from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES, SpareLimit
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.planner.internode import InternodeTraffic
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def memories(num_rows: int, limit: SpareLimit) -> tuple[PlanMemory, ForwardingMemory]:
-    sent = ForwardingTensors(torch.empty(0, dtype=torch.int32), 2, num_rows)
-    return PlanMemory(PlanShape(num_rows, num_rows, 8, 4, torch.float32), CPU, limit), ForwardingMemory(sent, limit)
+    shape = PlanShape(num_rows, num_rows, 8, 4, torch.float32)
+    return PlanMemory(shape, CPU, limit), ForwardingMemory(CPU, (2, num_rows), limit)
 
 
 def test_spare_plans_have_one_limit_and_those_of_recent_shapes_stay():
