@@ -11,7 +11,6 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.core.wire import Wire
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
@@ -106,10 +105,6 @@ class CudaContext:
     def node(self) -> int:
         """This rank's node."""
         return self.topology.rank_to_node[self.rank]
-
-    def wire(self, dtype: torch.dtype, hidden: int) -> Wire:
-        """Return the form in which partial sums of rows of ``dtype`` are sent between nodes."""
-        return Wire.of(dtype, hidden, self.arena.layout.settings.wire_dtype)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which partial sums of rows of ``dtype`` are sent."""

@@ -30,7 +30,6 @@ from fusco.core.lanes import Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.recent import Recent
 from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
-from fusco.core.wire import Wire
 from fusco.cuda.between_nodes.latest_launches import LatestCombine, LatestDispatch
 from fusco.cuda.between_nodes.message_rows import MessageRows
 from fusco.cuda.between_nodes.nccl import Message
@@ -39,7 +38,6 @@ from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.between_nodes.routing_messages import RoutingMessages
 from fusco.cuda.between_nodes.slice_ring import SliceRing
 from fusco.cuda.between_nodes.slice_sender import SliceSender, forwarded_starts, num_rows_per_slice
-from fusco.cuda.between_nodes.wire_rows import read_sums, write_sums
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import MemoryAt, Payload
 from fusco.cuda.kernels.add_returned import add_returned
@@ -69,7 +67,7 @@ class _Summing(NamedTuple):
 
     request: CombineRequest[InternodePlan]
     rows: torch.Tensor  # aligned
-    wire: Wire
+    wire_dtype: torch.dtype
     launcher: Launcher  # on ``stream``
     stream: torch.cuda.Stream
     call: Call
@@ -166,8 +164,8 @@ class InternodeShuffle:
     ) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
         plan, timeline = request.plan, self._context.timeline
-        wire, launcher = self._context.wire(rows.dtype, rows.shape[1]), self._context.launcher(stream)
-        summing = _Summing(request, rows, wire, launcher, stream, call)
+        wire_dtype, launcher = self._context.wire_dtype(rows.dtype), self._context.launcher(stream)
+        summing = _Summing(request, rows, wire_dtype, launcher, stream, call)
         self.latest_combine = LatestCombine()
         returned, arrival = self._return_sums(summing)
         own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
@@ -179,37 +177,28 @@ class InternodeShuffle:
                 self._fetch_sums(summing, returned)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
         remote_nodes, places = sorted(returned), plan.forwarding
-        call.profile.internode_empty_bytes = plan.num_empty_rows * wire.row_bytes
+        call.profile.internode_empty_bytes = plan.num_empty_rows * rows.shape[1] * wire_dtype.itemsize
         sums = [returned[remote] for remote in remote_nodes]
         places_of = [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes]
         with timeline.span("add", "sums of other nodes", stream):
-            if wire.quantize is None:
-                self.latest_combine.add = add_returned(launcher, own, sums, places_of, out)
-            else:  # not to be repeated
-                wide = [read_sums(of_node, wire, rows.shape[1]) for of_node in sums]
-                add_returned(launcher, own, wide, places_of, out)
+            self.latest_combine.add = add_returned(launcher, own, sums, places_of, out)
         return out
 
     def _return_sums(self, summing: _Summing) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
         """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
-        request, rows, wire, _, stream, call = summing
-        plan, traffic, timeline, size = request.plan, request.plan.traffic, self._context.timeline, wire.row_bytes
+        request, rows, wire_dtype, _, stream, call = summing
+        plan, traffic, timeline, hidden = request.plan, request.plan.traffic, self._context.timeline, rows.shape[1]
+        size = hidden * wire_dtype.itemsize
         rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
         own_rows = traffic.num_rows[plan.rank]
-        returned = {n: rows.new_empty(own_rows[n], wire.width, dtype=wire.dtype) for n in traffic.destinations}
+        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
         carried = self._arena.address(self._arena.local, self._layout.offsets["pool"])
         streams = stream, self._network.stream
         arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            sums = self._ring.slot(number, stream, wire.dtype)
+            sums = self._ring.slot(number, stream, wire_dtype)
             with timeline.span("sum", f"slice {number}", stream):
-                if wire.quantize is None:
-                    self._sum(summing, held, sums)
-                else:
-                    first, end = held.first_row[self._arena.local : self._arena.local + 2]
-                    wide = rows.new_empty(end - first, rows.shape[1], dtype=torch.float32)
-                    self._sum(summing, held, wide)
-                    write_sums(summing.launcher, wide, wire, sums)
+                self._sum(summing, held, sums)
             sends, address = [], sums.data_ptr()
             for piece in traffic.receives(plan.rank, number, rows_per_slice):
                 sends.append(Message(piece.carrier, address, piece.num_rows * size))
@@ -238,8 +227,8 @@ class InternodeShuffle:
             node_barrier(summing.launcher)  # carriers may overwrite them
 
     def _sum(self, summing: _Summing, held: HeldRows, out: torch.Tensor) -> None:
-        request, rows, _, launcher, _, call = summing
-        num_sms, wire_dtype = _with_sms(request.launch).num_sms, self._context.wire_dtype(rows.dtype)
+        request, rows, wire_dtype, launcher, _, call = summing
+        num_sms = _with_sms(request.launch).num_sms
         launched = combine_rows(launcher, held, rows, wire_dtype, out, is_weighted=request.is_weighted, num_sms=num_sms)
         call.profile.count_sms(launched.grid)
         self.latest_combine.sums.append(launched)
