@@ -10,7 +10,7 @@ from integration_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, cases, law_of
 from comparison import assert_same_bits
 from fusco import PeerFailureError
 from fusco.integrations.deep_ep.buffer import Buffer
-from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer, EPBuffer
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
 from fusco.integrations.deep_ep.ep_handle import EPHandle
 from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from generator import Case, values
@@ -193,12 +193,10 @@ def elastic_refusals(group: dist.ProcessGroup) -> list[str]:
     x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int64)
     for call in (
         lambda: ElasticBuffer(group, num_cpu_bytes=1),
-        lambda: EPBuffer(group, lb_allocation_plan_or_num_bytes=64),
         lambda: buffer.dispatch(x, do_expand=True),
         lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, do_cpu_sync=False),
         lambda: buffer.combine(x, handle=None),
         lambda: buffer.pp_send(x, 0),
-        lambda: buffer.lb_prefetch_weights(x, x, ids),
     ):
         try:
             call()

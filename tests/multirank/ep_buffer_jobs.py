@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from integration_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, cases
 
 from comparison import assert_same_bits
 from fusco.integrations.deep_ep.ep_buffer import EPBuffer
+from fusco.integrations.deep_ep.expert_copies import BufferAllocator
 from generator import Case, values
 
 
@@ -97,3 +99,36 @@ def check_sums_with_biases(
     assert torch.equal(sums, exact.to(torch.bfloat16))
     ids = case.topk_idx(rank)
     assert torch.equal(weights, case.topk_weights(rank) * (ids >= 0))
+
+
+def check_expert_copies(group: dist.ProcessGroup) -> None:
+    """Weights in two tensors of different dtypes come to the places that ask for them; gradients go home and add up."""
+    rank, size, num_local = group.rank(), group.size(), 2
+    plan = BufferAllocator()
+    copies = plan.allocate((3, 5), torch.float32), plan.allocate((3, 2, 2), torch.bfloat16)
+    buffer = EPBuffer(group, lb_allocation_plan_or_num_bytes=plan)
+    assert plan.materialized
+    assert [tuple(each.shape) for each in copies] == [(3, 5), (3, 2, 2)]
+    for each in copies:
+        each.fill_(-1)
+    # Of the first rank's second expert every rank has a copy, also its home; of the last expert the first rank has one.
+    mapping = torch.full((size, 3), -1, dtype=torch.int32)
+    mapping[:, 1], mapping[0, 2] = 1, size * num_local - 1
+    experts = torch.arange(rank * num_local, (rank + 1) * num_local, dtype=torch.float32)
+    weights = experts[:, None].repeat(1, 5), (experts + 0.5).to(torch.bfloat16)[:, None].repeat(1, 4)
+    event = buffer.lb_prefetch_weights(copies, weights, mapping, previous_event=buffer.capture())
+    event.current_stream_wait()
+    expected = mapping[rank].float()
+    assert torch.equal(copies[0], expected[:, None].repeat(1, 5))
+    halves = torch.where(expected < 0, -1, expected + 0.5)
+    assert torch.equal(copies[1].float().flatten(1), halves[:, None].repeat(1, 4))
+    grads, of_copies = torch.ones(num_local, 4), torch.full((3, 4), 10.0**rank)
+    buffer.lb_reduce_grads(of_copies, grads, mapping).current_stream_wait()
+    totals = torch.ones(size * num_local)
+    totals[1] += sum(10.0**r for r in range(size))
+    totals[-1] += 1
+    assert torch.equal(grads, totals[rank * num_local : (rank + 1) * num_local, None].repeat(1, 4))
+    assert buffer.lb_get_theoretical_num_sms() > 0
+    with pytest.raises(ValueError, match="make another BufferAllocator"):
+        plan.allocate((1,), torch.float32)
+    buffer.destroy()

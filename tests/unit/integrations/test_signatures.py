@@ -85,6 +85,11 @@ SIGNATURES |= {
     "EPBuffer.get_logical_domain_size": "",
     "EPBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
     "sm_read_gbs=0, sm_write_gbs=0",
+    "EPBuffer.lb_get_theoretical_num_sms": "",
+    "EPBuffer.lb_prefetch_weights": "redundant_expert_weights, expert_weights, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
+    "EPBuffer.lb_reduce_grads": "redundant_expert_grads, expert_grads, redundancy_mapping, num_sms=0, "
+    "previous_event=None",
     "EPBuffer.get_theoretical_num_qps": "num_sms",
     "EPBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
     "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, "

@@ -9,6 +9,7 @@ class                  its calls are those of              rows arrive
 =====================  ==================================  ========================================
 
 ``base`` has what all of them do: a call's handle, its events, its sums, what is refused. Rows by source rank come from
-``rank_rows``, rows by expert from ``fusco.integrations.expert_rows``, which adapters of frameworks use, too. Programs
-import all of this as ``deep_ep``, see ``fusco.integrations``.
+``rank_rows``, rows by expert from ``fusco.integrations.expert_rows``, which adapters of frameworks use, too.
+``low_latency`` has the low-latency mode of ``Buffer``, ``expert_copies`` the copies of experts of ``EPBuffer``.
+Programs import all of this as ``deep_ep``, see ``fusco.integrations``.
 """

@@ -16,20 +16,21 @@ import torch.distributed as dist
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.integrations.along_handles import require_handle, require_shape
-from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Event, like, payloads_of
+from fusco.integrations.deep_ep.base import SIZE_HINT, Event, like, payloads_of
 from fusco.integrations.deep_ep.ep_handle import DispatchSizes, EPHandle
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, finished, wait_for
+from fusco.integrations.deep_ep.expert_copies import BufferAllocator, ExpertCopies
 from fusco.integrations.deep_ep.rank_rows import NUM_SOURCE_WORDS, count_of_each, ranks_of
 from fusco.integrations.expert_rows import ExpertRows, in_blocks
 
 _TMA_BYTES = 16  # alignment of columns of scales
 
 
-class EPBuffer(BufferBase):
+class EPBuffer(ExpertCopies):
     """Dispatch and combine among the ranks of a group, by the calls of DeepEP 2.5, and of 2.1 by name."""
 
     _offered = "dispatch and combine"
-    _refused = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather", "lb_")
+    _refused = ("engram_", "pp_", "agrs_", "create_agrs_session", "destroy_agrs_session", "all_gather")
     _copies_ids: ClassVar[bool] = False  # into handles, unless a call says otherwise
 
     def __init__(
@@ -58,18 +59,19 @@ class EPBuffer(BufferBase):
         Args:
             group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
             num_bytes, num_allocated_qps, explicitly_destroy: kept as attributes; ``destroy`` always works.
-            num_cpu_bytes, lb_allocation_plan_or_num_bytes: must be 0.
+            num_cpu_bytes: must be 0.
+            lb_allocation_plan_or_num_bytes: a ``BufferAllocator``, whose tensors get their memory on the current CUDA
+                device, or the CPU without one; or a number of bytes, which has no effect.
             num_max_tokens_per_rank: tokens of a rank in calls without one of their own.
             allow_multiple_reduction: if false, sums are rounded once: parts of them travel as float32.
             prefer_overlap_with_compute: halves ``get_theoretical_num_sms``.
         """
         if num_cpu_bytes:
             self._refuse(f"buffers on the CPU (num_cpu_bytes={num_cpu_bytes})")
-        if lb_allocation_plan_or_num_bytes:
-            self._refuse(
-                f"memory of experts' copies (lb_allocation_plan_or_num_bytes={lb_allocation_plan_or_num_bytes})"
-            )
         super().__init__(group, settings=None if allow_multiple_reduction else Settings(wire_dtype=torch.float32))
+        if isinstance(plan := lb_allocation_plan_or_num_bytes, BufferAllocator):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            plan.materialize(torch.empty(plan.num_bytes, dtype=torch.uint8, device=device))
         self.rank_idx, self.num_ranks = self._rank, self._num_ranks
         self.num_bytes = SIZE_HINT if num_bytes is None else num_bytes
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy

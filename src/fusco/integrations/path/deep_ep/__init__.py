@@ -21,6 +21,7 @@ _requested = os.environ.get("FUSCO_ELASTIC_BUFFER", "0")
 if _requested == "1":
     from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer as ElasticBuffer, EPBuffer as EPBuffer
     from fusco.integrations.deep_ep.ep_handle import EPHandle as EPHandle
+    from fusco.integrations.deep_ep.expert_copies import BufferAllocator as BufferAllocator
 elif _requested != "0":
     raise ValueError(f"FUSCO_ELASTIC_BUFFER must be 0 or 1, got {_requested!r}")
 

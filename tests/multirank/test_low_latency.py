@@ -38,3 +38,8 @@ def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rows_of_the_second_version_are_by_source_rank_unless_expanded(world, num_ranks):
     world.run(ep_buffer_jobs.check_rows_by_source, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_copies_of_experts_get_weights_and_return_gradients(world, num_ranks):
+    world.run(ep_buffer_jobs.check_expert_copies, num_ranks)
