@@ -141,6 +141,7 @@ def mistakes(group: dist.ProcessGroup, setup: Setup) -> list[str]:
         attempt(x, Quantize("nvfp4", global_scale=2.0 if is_wrong else 1.0))
         attempt(x, Quantize(straight_through=True))
         attempt(any_bits((num_tokens, HIDDEN), torch.float8_e4m3fn, 1), None)
+    attempt(x, Quantize())
     return errors
 
 

@@ -73,7 +73,8 @@ def test_mistakes_are_named_on_all_ranks(world):
         "ranks disagree in dispatch: quantize is nvfp4, nvfp4, 16, 1.0 on rank 0, nvfp4, nvfp4, 16, 2.0 on rank 1",
     ]
     for rank, errors in enumerate(world.run(jobs.mistakes, 2, SETUP)):
-        *wrong, straight_through, not_quantized = errors
+        *wrong, straight_through, not_quantized, closed = errors
+        assert closed.startswith("ClosedError: dispatch was called on a communicator that cannot be used any more")
         assert not straight_through
         assert not not_quantized
         for i, (error, text) in enumerate(zip(wrong, texts, strict=True)):

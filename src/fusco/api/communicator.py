@@ -181,8 +181,8 @@ class Communicator(ExpertMoves):
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
         payloads, made_of = as_list(x), None
-        if quantize is not None:
-            with self.rejecting():
+        if quantize is not None and not self._session.broken:  # if it is, nothing may be launched
+            with self.rejecting(), self._session.access.using("dispatch"):
                 made_of = quantized(self._engine.quantizer(), self._validator, payloads, quantize, launch)
             payloads = made_of.payloads
         if self._owners.are_chosen:

@@ -30,7 +30,7 @@ class QuantizedRows:
         self._quantizer, self._quantize, self._launch = quantizer, quantize, launch
         self.x = x
         self.origin = Origin(x.detach(), quantize, _described(quantize, x))
-        self.payloads = list(quantizer.quantize(self.origin.x, quantize))
+        self.payloads = list(quantizer.quantize(self.origin.x, quantize, launch))
 
     def arrived(self, sent: Dispatched) -> Dispatched:
         """Return a dispatch of the payloads with scales in the layout that was asked for."""

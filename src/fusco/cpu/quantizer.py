@@ -11,7 +11,12 @@ from fusco.core.quantization import Quantize, lay_out_scales
 class CpuQuantizer:
     """Methods are those of ``fusco.engine.quantizer.Quantizer``, documented there."""
 
-    def quantize(self, x: torch.Tensor, quantize: Quantize) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        self,
+        x: torch.Tensor,
+        quantize: Quantize,
+        launch: Launch | None = None,  # noqa: ARG002  has no effect on the CPU
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tensors whose memory is never touched, so it costs nothing."""
         num_tokens, hidden = x.shape
         widths = quantize.widths(hidden)

@@ -19,10 +19,12 @@ class CudaQuantizer:
     def __init__(self, context: CudaContext, order: StreamOrder) -> None:
         self._context, self._order = context, order
 
-    def quantize(self, x: torch.Tensor, quantize: Quantize) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        self, x: torch.Tensor, quantize: Quantize, launch: Launch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens, hidden = x.shape
         widths = quantize.widths(hidden)
-        with self._order.on_stream(_DEFAULT_LAUNCH, x) as stream:
+        with self._order.on_stream(launch or _DEFAULT_LAUNCH, x) as stream:
             values = x.new_empty(num_tokens, widths.values, dtype=quantize.value_dtype)
             scales = x.new_empty(num_tokens, widths.scales, dtype=quantize.scale_dtype)
             quantize_rows(self._context.launcher(stream), x, quantize, values, scales)

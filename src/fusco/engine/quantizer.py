@@ -21,11 +21,13 @@ class Origin(NamedTuple):
 class Quantizer(Protocol):
     """Quantises rows of this rank. Tensors are on the engine's device."""
 
-    def quantize(self, x: torch.Tensor, quantize: Quantize) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        self, x: torch.Tensor, quantize: Quantize, launch: Launch | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values and scales of each row, (num_tokens, ...), of rows (num_tokens, hidden).
 
-        On a device they are computed on the caller's stream, in the order of the communicator's calls. On the CPU they
-        are uninitialised: the engine quantises as it stages rows, from ``DispatchRequest.origin``.
+        On a device they are computed on the stream of the launch, in the order of the communicator's calls. On the CPU
+        they are uninitialised: the engine quantises as it stages rows, from ``DispatchRequest.origin``.
         """
 
     def lay_out(
