@@ -180,8 +180,8 @@ class LowLatencyCalls(BufferBase):
             verb="low-latency dispatch",
             with_weights=False,
             static=static,
+            quantize=quantize,
             launch=launch,
-            **({} if quantize is None else {"quantize": quantize}),
         )
 
         def receive() -> None:
