@@ -167,6 +167,7 @@ def check_overflow(group: dist.ProcessGroup, setup: Setup) -> None:
             if max(wanted) > 2:
                 with pytest.raises(fusco.RowOverflowError, match=r"StaticRows\(rows_per_expert=2\)") as raised:
                     comm.dispatch(x, case.topk_idx(comm.rank), static=StaticRows(rows_per_expert=2))
+                    comm.synchronize()  # on CUDA no host waits for the plan before
                 error = raised.value
                 expert = wanted.index(max(wanted))
                 assert (error.num_rows, error.num_rows_needed, error.local_expert) == (2, wanted[expert], expert)

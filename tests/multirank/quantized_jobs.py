@@ -208,3 +208,35 @@ def check_bits_of_sums(group: dist.ProcessGroup, setup: Setup) -> None:
                         expected[pair.token] = travelled if is_remote else row
             assert_same_bits(out, expected.bfloat16(), "sums")
             assert comm.profile.internode_row_bytes == num_sent * quantize.row_bytes(HIDDEN)
+
+
+def check_masked(group: dist.ProcessGroup, setup: Setup) -> None:
+    """Dispatch into rows for each expert, as masked matrix products read them, with scales for TMA; combine them."""
+    quantize, rows_per_expert = Quantize(block=32, layout="tma"), 4 * setup.max_tokens * setup.num_topk
+    with setup.open(group) as comm:
+        case = setup.case("ragged", 5, comm.topology.world_size)
+        law, weights = law_of(comm, case), case.world_topk_weights()
+        x = [rows_to_quantize(case.num_tokens(rank), HIDDEN, torch.bfloat16, rank) for rank in law.ranks]
+        values, scales = zip(*(reference(rows, quantize) for rows in x), strict=True)
+        sent = comm.dispatch(
+            x[comm.rank],
+            case.topk_idx(comm.rank),
+            weights[comm.rank],
+            static=StaticRows(rows_per_expert=rows_per_expert),
+            quantize=quantize,
+        )
+        num_local = len(law.blocks(comm.rank))
+        assert sent.rows.shape == (num_local, rows_per_expert, HIDDEN)
+        assert sent.scales is not None
+        assert sent.scales.shape == (num_local, rows_per_expert, HIDDEN // 32)
+        assert sent.scales.stride()[1:] == (1, rows_per_expert)
+        counts = sent.num_rows_per_expert.tolist()
+        of_experts = [sent.rows[i, :count] for i, count in enumerate(counts)]
+        assert_same_bits(torch.cat(of_experts), law.rows(comm.rank, values), "values")
+        of_experts = [sent.scales[i, :count] for i, count in enumerate(counts)]
+        seen, expected = torch.cat(of_experts), law.rows(comm.rank, scales)
+        assert_same_bits(_canonical(seen), _canonical(expected), "scales")
+        assert sent.dequantize().shape == sent.rows.shape
+        ones = torch.ones(num_local, rows_per_expert, 2)
+        expected = weights[comm.rank].float().where(case.topk_idx(comm.rank) >= 0, 0.0).sum(1, keepdim=True)
+        torch.testing.assert_close(comm.combine(ones, sent.handle), expected.expand(-1, 2))

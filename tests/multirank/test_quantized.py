@@ -48,6 +48,12 @@ def test_static_rows(world):
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rows_of_each_expert(world, num_ranks):
+    world.run(jobs.check_masked, num_ranks, SETUP)
+
+
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("is_own_function", [False, True])
 def test_gradients_go_straight_through(world, is_own_function):
     for results in world.run(jobs.gradients, 4, SETUP, is_own_function=is_own_function):

@@ -25,7 +25,8 @@ from framework_jobs import (
 )
 from frozen_vllm import moe_kernel_quantize_input
 
-BF16, FP8, BLOCK = torch.bfloat16, torch.float8_e4m3fn, 32
+BF16, FP8, BLOCK = torch.bfloat16, torch.float8_e4m3fn, 128
+WIDE = 2 * HIDDEN  # a block of FP8 values: rows here are twice those of the other frameworks
 MAX_TOKENS = 64  # of a rank in the batched format
 
 
@@ -44,10 +45,10 @@ def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
         init_workspace_manager(torch.device("cpu"))
         errors = {}
         with _on_cpu(mk), torch.no_grad(), _deep_ep_ways(group) as ways:
-            for name, way in {**ways, **_own_ways(adapter, group)}.items():
-                for quantized in (False, True):
-                    steps = [_step(mk, way, group, step, quantized=quantized) for step in range(3)]
-                    errors[f"{name}, {'FP8' if quantized else 'bfloat16'}"] = steps
+            for name, of_dtypes in {**ways, **_own_ways(adapter, group)}.items():
+                for dtype, way in zip(("bfloat16", "FP8"), of_dtypes, strict=True):
+                    steps = [_step(mk, way, group, step, quantized=dtype == "FP8") for step in range(3)]
+                    errors[f"{name}, {dtype}"] = steps
         return errors
 
 
@@ -64,7 +65,7 @@ def _on_cpu(mk: Any) -> Iterator[None]:
         for module in (deepep_ht, deepep_ll, ours):
             stack.enter_context(mock.patch.object(module, "moe_kernel_quantize_input", _quantize))
         # Those that DeepEP's kernels are compiled for.
-        stack.enter_context(mock.patch.object(deepep_ll.DeepEPLLPrepareAndFinalize, "SUPPORTED_HIDDEN_SIZES", [HIDDEN]))
+        stack.enter_context(mock.patch.object(deepep_ll.DeepEPLLPrepareAndFinalize, "SUPPORTED_HIDDEN_SIZES", [WIDE]))
         yield
 
 
@@ -82,8 +83,8 @@ def _quantize(
 
 
 @contextlib.contextmanager
-def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """vLLM's classes of DeepEP on fusco's module, with the arguments of its managers."""
+def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, list[Any]]]:
+    """vLLM's classes of DeepEP on fusco's module for bfloat16 and for FP8, with the arguments of its managers."""
     import deep_ep
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
     from vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
@@ -92,21 +93,21 @@ def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
     size, first = group.size(), NUM_EXPERTS // group.size() * group.rank()
     usual = {"group": group, "num_nvl_bytes": 1 << 20, "num_qps_per_rank": 1, "explicitly_destroy": True}
     normal = deep_ep.Buffer(num_rdma_bytes=0, low_latency_mode=False, **usual)
-    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, HIDDEN, size, NUM_EXPERTS)
+    num_bytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(MAX_TOKENS, WIDE, size, NUM_EXPERTS)
     low_latency = deep_ep.Buffer(num_rdma_bytes=num_bytes, low_latency_mode=True, **usual)
-    yield {
-        "DeepEPHTPrepareAndFinalize": DeepEPHTPrepareAndFinalize(
-            normal, num_dispatchers=size, dp_size=size, rank_expert_offset=first
-        ),
-        "DeepEPLLPrepareAndFinalize": DeepEPLLPrepareAndFinalize(
-            low_latency, max_tokens_per_rank=MAX_TOKENS, num_dispatchers=size
-        ),
-    }
+    ht = DeepEPHTPrepareAndFinalize(normal, num_dispatchers=size, dp_size=size, rank_expert_offset=first)
+    ll = [
+        DeepEPLLPrepareAndFinalize(
+            low_latency, max_tokens_per_rank=MAX_TOKENS, num_dispatchers=size, use_fp8_dispatch=is_fp8
+        )
+        for is_fp8 in (False, True)
+    ]
+    yield {"DeepEPHTPrepareAndFinalize": [ht, ht], "DeepEPLLPrepareAndFinalize": ll}
     for buffer in (normal, low_latency):
         buffer.destroy()
 
 
-def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
     """What vLLM's oracles make once fusco is registered, by backend."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8
 
@@ -124,7 +125,7 @@ def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, Any]:
             parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend)
             moe = SimpleNamespace(moe_parallel_config=parallel, num_experts=NUM_EXPERTS, max_num_tokens=MAX_TOKENS)
             way = fp8.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
-            made[type(way).__name__] = way
+            made[type(way).__name__] = [way, way]
     return made
 
 
@@ -140,7 +141,9 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
         x = x[: len(x) if group.rank() == 0 else 0]
         x[:, 0], router[:num_local, 0] = 1, 100
     weights, ids = torch.softmax(x.float() @ router.T, -1).topk(NUM_TOPK)
-    pairs = [tuple(each.to(BF16) for each in pair) for pair in expert_weights()]
+    x = torch.cat([x, x.flip(1)], 1)
+    wide = [(torch.cat([up, up.flip(1)], 1) / 2, torch.cat([down, down.flip(0)], 0)) for up, down in expert_weights()]
+    pairs = [tuple(each.to(BF16) for each in pair) for pair in wide]
     expert_map = torch.full((NUM_EXPERTS,), -1, dtype=torch.int32)
     expert_map[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
     plain = dict.fromkeys(

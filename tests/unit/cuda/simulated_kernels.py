@@ -255,7 +255,7 @@ class SimulatedKernel:
     def _terms(self, args: Any, holder: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Expert-major rows, and slots and weights of what a rank holds."""
         slots = self._slots_of(args, holder)
-        num_slots = int(slots.max()) + 1 if slots.numel() else 0
+        num_slots = max(0, int(slots.max()) + 1) if slots.numel() else 0
         rows = self._at(args.rows, _ELEMENT_TYPES[self._constants["ROW_TYPE"]], (num_slots, self._constants["HIDDEN"]))
         dtype = _WEIGHTS.get(self._constants["WEIGHT_BYTES"])
         if dtype is None:

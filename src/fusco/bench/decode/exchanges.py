@@ -26,9 +26,9 @@ from fusco.core.topology import Topology
 
 VARIANTS = {
     "fusco": "static rows for any routing, by expert",
-    "fusco-masked": "masked rows: a fixed number of places for each expert, as DeepEP's",
-    "fusco-deep_ep": "low-latency calls of fusco's deep_ep module",
-    "deep_ep": "low-latency calls of DeepEP",
+    "fusco-masked": "masked rows for any routing, a fixed number for each expert; products of all of them",
+    "fusco-deep_ep": "low-latency calls of fusco's deep_ep module, masked rows, too",
+    "deep_ep": "low-latency calls of DeepEP, masked rows, too",
     "allgather": "all-gather of all tokens and reduce-scatter of sums (NCCL or gloo), the default of vLLM",
     "baseline": "all_to_all_single between permutations, the baseline of fusco bench shuffle; the host waits for sizes",
 }
