@@ -5,8 +5,9 @@ import torch
 from one_rank import taken
 
 from comparison import assert_same_bits
-from fusco.core.rows import accumulation_dtype
-from fusco.cuda.kernels.add_returned import add_returned as add_on_device
+from fusco.core.rows import accumulation_dtype, row_bytes
+from fusco.cuda.kernels.abi import RowsAt
+from fusco.cuda.kernels.add_returned import ReturnedSums, add_returned as add_on_device
 from fusco.cuda.kernels.gather_rows import Part, gather_rows
 from generator import any_bits, values
 from reference.add_returned import add_returned
@@ -24,7 +25,8 @@ def gather(one, launcher, rows, parts):
     rows, places = rows.to(one.device), [of_message.to(one.device) for of_message, _ in parts]
     messages = [message.data_ptr() for _, message in parts]
     at = [Part(of.data_ptr(), message, len(of)) for of, message in zip(places, messages, strict=True)]
-    gather_rows(launcher, rows, at)
+    if call := gather_rows(launcher, rows.data_ptr(), row_bytes(rows), at):
+        call.launch(launcher.stream)
     torch.cuda.synchronize()
 
 
@@ -85,6 +87,9 @@ def test_what_comes_back_is_added_bit_for_bit(one, launcher, hidden, dtype, wire
             places.append(torch.where(comes, comes.cumsum(0) - 1, -1).int())
         out = torch.empty(num_tokens, hidden, dtype=dtype, device=one.device)
         on_device = [[part.to(one.device) for part in parts] for parts in (returned, places)]
-        add_on_device(launcher, own.to(one.device), *on_device, out)
+        own_sums = own.to(one.device)
+        sums = ReturnedSums(*([part.data_ptr() for part in parts] for parts in on_device), wire_dtype)
+        if call := add_on_device(launcher, own_sums.data_ptr(), sums, RowsAt.of(out), num_tokens):
+            call.launch(launcher.stream)
         if num_tokens:
             assert_same_bits(taken(out), add_returned(own, returned, places, dtype), "add_returned")

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from comparison import assert_same_bits
-from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding as plan_on_device
+from fusco.cuda.kernels.plan_forwarding import (
+    ForwardingSummary,
+    ForwardingTensors,
+    ForwardingTerms,
+    PackedForwarding,
+    message_bytes,
+    plan_forwarding as plan_on_device,
+)
 from fusco.planner.routing import Routing
 from generator import KINDS, Case
 from reference.plan_forwarding import plan_forwarding
@@ -18,7 +25,14 @@ def compare(one, routing, expert_to_node, num_nodes, own_node, max_rows=None):
     weights = None if routing.topk_weights is None else routing.topk_weights.to(one.device)
     on_device = Routing(routing.topk_idx.to(one.device), weights)
     terms = ForwardingTerms(max_rows, max_rows is not None, sends_invalid_ids=False, ticket=3)
-    made, messages, _ = plan_on_device(launcher, on_device, expert_to_node.int().to(one.device), summary, terms)
+    shape, num_tokens = routing.topk_idx.shape, len(routing.topk_idx)
+    num_elements = ForwardingTensors.num_elements(num_nodes, num_tokens)
+    made = ForwardingTensors(torch.empty(num_elements, dtype=torch.int32, device=one.device), num_nodes, num_tokens)
+    num_bytes = message_bytes(terms, shape, 0 if weights is None else weights.element_size())
+    messages = torch.empty(num_nodes - 1, num_bytes, dtype=torch.uint8, device=one.device)
+    table, packed = expert_to_node.int().to(one.device), PackedForwarding(made, messages.data_ptr())
+    published = (on_device.topk_idx, on_device.topk_weights)
+    plan_on_device(launcher, published, shape, table, summary, terms, packed, 3).launch(launcher.stream)
     torch.cuda.synchronize()
     table = torch.cat([expert_to_node, torch.tensor([-1])])
     expected = plan_forwarding(routing, table, num_nodes, own_node, max_rows)

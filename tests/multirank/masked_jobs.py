@@ -165,7 +165,7 @@ def check_overflow(group: dist.ProcessGroup, setup: Setup) -> None:
         wanted = list(map(len, law.wanted(comm.rank)))
         for _ in range(2):
             if max(wanted) > 2:
-                with pytest.raises(fusco.RowOverflowError, match=r"StaticRows\(rows_per_expert=2\)") as raised:
+                with pytest.raises(fusco.RowOverflowError, match=r"StaticRows\(rows_per_expert=2\)") as raised:  # noqa: PT012
                     comm.dispatch(x, case.topk_idx(comm.rank), static=StaticRows(rows_per_expert=2))
                     comm.synchronize()  # on CUDA no host waits for the plan before
                 error = raised.value

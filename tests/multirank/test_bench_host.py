@@ -26,6 +26,6 @@ def test_pairs_are_timed_by_step(world, num_ranks, ranks_per_node):
         assert record.dispatch_again_us > 0 < record.combine_all_us
         assert set(record.step_us) == {*STEPS, REST}
         launched = [step for step, us in record.step_us.items() if us]
-        assert {"validate", "records", "allocate", "launch again, wait for the plan"} <= set(launched)
+        assert {"validate", "records", "allocate", "launch, wait for the plan"} <= set(launched)
         # Between nodes, too, all is prepared.
         assert not {"plan", "scatter", "launch kernels", "network"} & set(launched)

@@ -19,10 +19,9 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(
 SLACK_S, CHECKED_S, COLLECTED_S = 1.5 * load(), 0.1 * load(), 60 * load()
 CLOSING_S = 0.75 * TIMEOUT_S + SLACK_S  # half of the limit for launched work, a quarter for NCCL
 VICTIM = 1
-PLANNING = "fusco.cuda.within_node.planning:plan_slots"
-SCATTERING = "fusco.cuda.within_node.own_rows:scatter_rows"
-SUMMING = "fusco.cuda.within_node.shuffle:combine_rows"
-NETWORK = "fusco.cuda.between_nodes.network:Network.exchange"
+PLANNING = "fusco.cuda.within_node.programs:DispatchProgram.launch"
+SUMMING = "fusco.cuda.within_node.programs:PlanProgram.run"
+NETWORK = "fusco.cuda.between_nodes.network:Network.launch"
 SETTLING = "fusco.api.communicator:Communicator._settle"
 EXACT, STATIC = None, fusco.StaticRows(4096)
 
@@ -58,7 +57,7 @@ def assert_all_blame_the_victim(fates, fault, within_s):
 
 
 @pytest.mark.parametrize("static", [EXACT, STATIC], ids=["exact", "static"])
-@pytest.mark.parametrize("where", [PLANNING, SCATTERING, SUMMING], ids=["planning", "scattering", "summing"])
+@pytest.mark.parametrize("where", [PLANNING, SUMMING], ids=["planning", "summing"])
 @pytest.mark.parametrize("how", [die, stop])
 def test_a_rank_fails_between_its_record_and_its_kernel(tmp_path, how, where, static):
     fault = Fault(how=how, victims=(VICTIM,), where=where, times=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +14,10 @@ from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
+from fusco.cuda.kernels.program import Program, TimedProgram
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.planner.routing import describe_invalid_id, logical_id
@@ -80,6 +82,21 @@ class CudaContext:
         if launcher is None:
             launcher = self._launchers[handle] = Launcher(self.library, self.arena.comm, handle, self._prepared)
         return launcher
+
+    def program(
+        self, steps: Sequence[tuple[tuple[str, str], KernelCall]], num_values: int, stream: torch.cuda.Stream
+    ) -> Program:
+        """Return the program of kernels, each with the track and name of its span; see ``is_timed``."""
+        handle, report = stream.cuda_stream, self.arena.report_address
+        if self.is_timed:
+            parts = [(span, Program([call], num_values, handle, report)) for span, call in steps]
+            return TimedProgram(parts, self)
+        return Program([call for _, call in steps], num_values, handle, report)
+
+    @property
+    def is_timed(self) -> bool:
+        """True if launches are recorded in a timeline."""
+        return self.timeline is not NO_TIMELINE
 
     @property
     def gpu(self) -> Gpu:

@@ -38,8 +38,7 @@ from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
 from fusco.cuda.quantizer import CudaQuantizer
-from fusco.cuda.repeated.between_nodes import RepeatedInternodeCalls
-from fusco.cuda.repeated.within_node import RepeatedCalls
+from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
 from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.cuda.within_node.own_rows import OwnRows
@@ -91,8 +90,6 @@ class Shuffle(Protocol[_PlanT]):
 class CudaEngine:
     """Engine of one rank on CUDA. Methods are those of ``fusco.engine.base.Engine``, documented there."""
 
-    _repeated_calls: RepeatedCalls | None = None
-
     def __init__(
         self,
         connections: Connections,
@@ -142,25 +139,12 @@ class CudaEngine:
 
     def _make_shuffle(self, descriptors: Mapping[int, int]) -> Shuffle[Any]:
         planner = DevicePlanner(self._context)
-        own_rows = OwnRows(self._context)
+        own_rows, order, memory = OwnRows(self._context), self._order, self._memory
         if not self._network:
-            shuffle = IntranodeShuffle(self._context, planner, own_rows)
-            self._repeated_calls = RepeatedCalls(
-                context=self._context, planner=planner, order=self._order, memory=self._memory, shuffle=shuffle
-            )
-            return shuffle
-        packing_stream = self._order.new_stream(priority=-1)
-        internode = InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream)
-        self._repeated_calls = RepeatedInternodeCalls(
-            context=self._context,
-            planner=planner,
-            order=self._order,
-            memory=self._memory,
-            shuffle=internode,
-            descriptors=descriptors,
-            network=self._network,
-        )
-        return internode
+            return IntranodeShuffle(self._context, planner, own_rows, RepeatedCalls(self._context, order, memory))
+        repeated_calls = RepeatedCalls(self._context, order, memory, descriptors)
+        packing_stream = order.new_stream(priority=-1)
+        return InternodeShuffle(self._context, planner, own_rows, self._network, packing_stream, repeated_calls)
 
     @property
     def topology(self) -> Topology:
@@ -187,7 +171,7 @@ class CudaEngine:
         pending: Pending[DispatchOutput[DevicePlan]]
         pending = inside(context, self._shuffle.prepare_dispatch, request, call, stream)
         if not (launch.own_stream or launch.event or request.with_weights or context):
-            return pending if request.known is None else self._kept(request, pending)
+            return pending
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
             output = inside(context, pending.run, counts)
@@ -197,36 +181,19 @@ class CudaEngine:
 
         return Pending(pending.counts, run)
 
-    def _kept(
-        self, request: DispatchRequest, pending: Pending[DispatchOutput[DevicePlan]]
-    ) -> Pending[DispatchOutput[DevicePlan]]:
-        """Return the same dispatch, to be repeated if it was made before."""
-
-        def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[DevicePlan]:
-            output = pending.run(counts)
-            if self._repeated_calls:
-                self._repeated_calls.keep_dispatch(request, output.plan)
-            return output
-
-        return Pending(pending.counts, run)
-
     def prepare_redispatch(self, request: RedispatchRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        move, keep = self._shuffle.redispatch, lambda calls: calls.keep_redispatch(request)
-        return self._along_plan(request, request.payloads, move, keep, call)
+        return self._along_plan(request, request.payloads, self._shuffle.redispatch, call)
 
     def prepare_combine(self, request: CombineRequest[DevicePlan], call: Call) -> Pending[list[torch.Tensor]]:
-        move, keep = self._shuffle.combine, lambda calls: calls.keep_combine(request)
-        return self._along_plan(request, request.rows, move, keep, call)
+        return self._along_plan(request, request.rows, self._shuffle.combine, call)
 
     def _along_plan(
         self,
         request: RedispatchRequest[DevicePlan] | CombineRequest[DevicePlan],
         rows: Sequence[torch.Tensor],
         move: Callable[..., list[torch.Tensor]],
-        keep: Callable[[RepeatedCalls], None],
         call: Call,
     ) -> Pending[list[torch.Tensor]]:
-        """Return a call along a plan; ``keep`` prepares to repeat it, if it was made before."""
         launch, order = request.launch, self._order
 
         def run(_: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -236,8 +203,6 @@ class CudaEngine:
             call.profile.wire_s += perf_counter() - begin
             if launch.own_stream or launch.event:
                 order.hand_over(outputs, launch, stream)
-            elif self._repeated_calls and request.known:
-                keep(self._repeated_calls)
             return outputs
 
         return Pending((), run)

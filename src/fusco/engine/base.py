@@ -107,9 +107,7 @@ class KnownCall:
     """Calls whose inputs differ in nothing but values and addresses from one that has been validated in full."""
 
     fingerprint: CollectiveFingerprint  # of all of them
-    # of the latest one, beyond what the fingerprint has; the engine sets and compares them
-    circumstances: object = field(default=None, init=False)
-    # what the engine has prepared for more of them, see ``fusco.api.repeats``
+    # what runs more of them, set by the engine; see ``fusco.api.repeats``
     repeated: Any = field(default=None, init=False)
 
 

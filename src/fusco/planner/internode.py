@@ -57,6 +57,11 @@ class InternodeTraffic(RankLanes):
         return self.lanes.topology.node_to_ranks[self.node]
 
     @property
+    def local(self) -> int:
+        """Index of this rank in its node."""
+        return self.node_ranks.index(self.rank)
+
+    @property
     def destinations(self) -> tuple[int, ...]:
         """All other nodes."""
         return self.lanes.topology.remote_nodes(self.rank)

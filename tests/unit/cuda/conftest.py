@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 
+from fusco.control.session import Session
 from fusco.cuda.kernels import plan as plan_kernel
-from fusco.cuda.repeated.between_nodes import RepeatedInternodeCombine, RepeatedInternodeDispatch
-from fusco.cuda.repeated.within_node import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
 
 
 @pytest.fixture
-def repeats():
+def repeated_operations():
+    """Names of the calls that were repeated."""
+    operations, repeat = [], Session.repeat
+
+    def noted(session, operation, *arguments):
+        is_repeated = repeat(session, operation, *arguments)
+        operations.extend([operation] * is_repeated)
+        return is_repeated
+
+    with mock.patch.object(Session, "repeat", noted):
+        yield operations
+
+
+@pytest.fixture
+def repeats(repeated_operations):
     """Number of dispatches and combines that were repeated."""
-    dispatches, combines = (RepeatedDispatch, RepeatedInternodeDispatch), (RepeatedCombine, RepeatedInternodeCombine)
-    with _counted(dispatches) as num_dispatches, _counted(combines) as num_combines:
-        yield lambda: (num_dispatches(), num_combines())
+    count = repeated_operations.count
+    return lambda: (count("dispatch"), count("combine") + count("combine_all"))
 
 
 @pytest.fixture
-def repeats_along_plans():
+def repeats_along_plans(repeated_operations):
     """Number of dispatches along a handle that were repeated."""
-    with _counted([RepeatedRedispatch]) as num_redispatches:
-        yield num_redispatches
-
-
-@contextmanager
-def _counted(kinds):
-    with ExitStack() as stack:
-        runs = [stack.enter_context(mock.patch.object(of, "run", autospec=True, side_effect=of.run)) for of in kinds]
-        yield lambda: sum(run.call_count for run in runs)
+    return lambda: repeated_operations.count("dispatch_again")
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def no_bound(request):
     """Without an output of the maximum size, if the test asks for that."""
     with ExitStack() as stack:
         if request.param:
-            for name in ("within_node.shuffle", "repeated.within_node", "between_nodes.shuffle"):
+            for name in ("within_node.shuffle", "between_nodes.shuffle"):
                 stack.enter_context(mock.patch(f"fusco.cuda.{name}.affordable_bound_of", return_value=None))
         yield
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulated_device import END_OF_KERNEL, Machine
+from native_functions import BoundByAddress
+from simulated_device import END_OF_KERNEL, Machine, driver_functions
 from simulated_kernels import copy_of
 
 from fusco.cuda.kernels.compiler import SOURCE_DIR
@@ -172,12 +173,16 @@ class EmulatedLibrary:
     def __init__(self, machine: Machine, emulator: Emulator, num_sms: int, max_resident: int | None = None) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), num_sms, 227 << 10
         self._machine, self._emulator, self._max_resident = machine, emulator, max_resident or num_sms
+        self._functions = driver_functions(machine)
+
+    def address_of(self, function: str) -> int:
+        return self._functions[function].address
 
     def get(self, name: str, constants: Mapping[str, Any]) -> EmulatedKernel:
         return EmulatedKernel(self._machine, self._emulator, name, constants, self._max_resident)
 
 
-class EmulatedKernel:
+class EmulatedKernel(BoundByAddress):
     """Replaces ``Kernel``. Of a grid, no more than ``max_resident`` blocks are there at once."""
 
     def __init__(

@@ -14,10 +14,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
+from native_functions import Native
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,8 +42,12 @@ class Over(BaseException):
 class Event(NullEvent):
     """Event that is reached when its stream comes to it."""
 
+    by_handle: ClassVar[WeakValueDictionary[int, Event]] = WeakValueDictionary()
+
     def __init__(self) -> None:
         self._is_reached: list[bool] = [True]
+        self.cuda_event = id(self)
+        self.by_handle[self.cuda_event] = self
 
     def record(self, stream: Stream) -> None:
         reached = self._is_reached = [False]
@@ -95,6 +101,18 @@ class Stream(NullStream):
 
     def go_on(self) -> None:
         self.queue.popleft()[2]()
+
+
+def driver_functions(machine: Machine) -> dict[str, Native]:
+    """Functions of the driver, on the events and streams of a machine."""
+
+    def record(event: int, stream: int) -> None:
+        Event.by_handle[event].record(machine.stream_of(stream))
+
+    def wait(stream: int, event: int) -> None:
+        machine.stream_of(stream).wait_event(Event.by_handle[event])
+
+    return {"cuEventRecord": Native(record, 2), "cuStreamWaitEvent": Native(wait, 2)}
 
 
 class Host:

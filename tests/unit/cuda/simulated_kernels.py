@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from simulated_device import Machine, Stream
+from native_functions import BoundByAddress
+from simulated_device import Machine, Stream, driver_functions
 
 from fusco.core.quantization import Quantize
 from fusco.core.rows import accumulation_dtype
@@ -52,6 +53,10 @@ class SimulatedLibrary:
     def __init__(self, machine: Machine, words: NodeWords) -> None:
         self.device, self.num_sms, self.max_shared_bytes = torch.device("cpu"), 132, 227 << 10
         self._machine, self._words = machine, words
+        self._functions = driver_functions(machine)
+
+    def address_of(self, function: str) -> int:
+        return self._functions[function].address
 
     def get(self, name: str, constants: Mapping[str, Any]) -> SimulatedKernel:
         return SimulatedKernel(self._machine, self._words, name, constants)
@@ -62,7 +67,7 @@ def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
     return type(arguments).from_buffer_copy(arguments)
 
 
-class SimulatedKernel:
+class SimulatedKernel(BoundByAddress):
     """Replaces ``Kernel``."""
 
     def __init__(self, machine: Machine, words: NodeWords, name: str, constants: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from native_functions import Native
 from simulated_device import Event, Machine, OnDevice, SimulatedGpu, Stream
 from simulated_kernels import NodeWords, SimulatedLibrary
 
@@ -16,11 +17,14 @@ from fusco.bench.host.null_device import SharedMemory
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
 from fusco.core.access import Access
 from fusco.core.config import Launch
+from fusco.core.errors import Stall
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.between_nodes.nccl import Message
+from fusco.cuda.between_nodes.network import PreparedMessages
 from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.context import CudaContext
+from fusco.cuda.kernels.program import NativeCall
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.within_node.device_plan import DevicePlan
@@ -120,6 +124,33 @@ class SimulatedNetwork:
         stream = stream or self.stream
         self._nccl.exchange(self._rank, sends, receives, stream)
         return stream.record_event()
+
+    def prepare(
+        self, sends: Sequence[Message], receives: Sequence[Message], what: str, stream: Stream
+    ) -> PreparedMessages:
+        group: tuple[list[Message], list[Message]] = ([], [])
+
+        def add(address: int, num_bytes: int, peer: int, kind: int) -> None:
+            assert num_bytes, what
+            group[kind].append(Message(peer, address, num_bytes))
+
+        def end() -> None:
+            self._nccl.exchange(self._rank, *map(tuple, group), stream)
+            for messages in group:
+                messages.clear()
+
+        adding, ending = Native(add, 4), Native(end, 0)
+        calls = [
+            NativeCall(adding.address, (message.address, message.num_bytes, message.peer, kind), adding.fail)
+            for kind, messages in enumerate((sends, receives))
+            for message in messages
+        ]
+        calls.append(NativeCall(ending.address, (), ending.fail))
+        return PreparedMessages(calls, Stall("the network", (), what, "nothing"))
+
+    def launch(self, call: Callable[[], int], _stall: Stall, _is_done: object, let_go: object = None) -> int:
+        """Events are not used again: the machine may be behind the host, and so may a wait for them."""
+        return call()
 
 
 class SimulatedSession:

@@ -48,11 +48,20 @@ def test_a_rank_that_does_not_come_is_named_on_the_device_and_has_the_rows_that_
 
 
 def before_its_plan(at: Rank) -> None:
-    at.shuffle._planner.new_plan = die
+    at.shuffle._planner.next_ticket = die
 
 
 def before_it_scatters_rows(at: Rank) -> None:
-    at.shuffle._own_rows.scatter = plan_and_die
+    program = at.context.program
+
+    def of_the_plan_alone(steps: Any, *sizes: Any) -> Any:
+        made = program(steps[:1], *sizes)
+        launch = made.launch
+        made.launch = lambda *values: (launch(*values), die())
+        return made
+
+    at.shuffle._programs.clear()
+    at.context.program = of_the_plan_alone
 
 
 def before_its_combine(at: Rank) -> None:
@@ -64,12 +73,6 @@ class Died(Exception):  # noqa: N818  no error of the test
 
 
 def die(*_: Any, **__: Any) -> None:
-    raise Died
-
-
-def plan_and_die(*arguments: Any, planning: Any = None) -> None:
-    """Take the place of ``OwnRows.scatter``, which launches the plan, too."""
-    (planning or arguments[-1]).launch()
     raise Died
 
 

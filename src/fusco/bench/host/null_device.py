@@ -26,13 +26,14 @@ from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
+from fusco.cuda.between_nodes.nccl import Message
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import plan_type
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
-from fusco.cuda.kernels.repeated_launches import NativeCall
+from fusco.cuda.kernels.program import NativeCall
 from fusco.cuda.tuning import SPIN_S
 from fusco.planner.balancer import balance_by_lanes
 
@@ -238,12 +239,10 @@ class _NullNccl:
     def exchange(self, sends: object, receives: object, stream: int) -> None:
         """Do nothing."""
 
-    def calls(
-        self, sends: Sequence[object], receives: Sequence[object], _stream: int, place: int | None = None
-    ) -> list[NativeCall]:
+    def calls(self, sends: Sequence[Message], receives: Sequence[Message], _stream: int) -> list[NativeCall]:
         """Return as many calls as those of NCCL are."""
-        values = {} if place is None else {0: place}
-        return [NativeCall(_null_call(), (0,), _never, values) for _ in range(2 + len(sends) + len(receives))]
+        addresses = [0, *(message.address for message in (*sends, *receives)), 0]
+        return [NativeCall(_null_call(), (address,), _never) for address in addresses]
 
     def launch(self, call: Callable[[], int]) -> int:
         """Return the call's result."""

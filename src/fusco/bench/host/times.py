@@ -30,9 +30,8 @@ from fusco.cuda.engine import CudaEngine
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
-from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
-from fusco.cuda.repeated.between_nodes import RepeatedInternodeCombine
-from fusco.cuda.repeated.within_node import RepeatedDispatch, RepeatedOfPlan
+from fusco.cuda.kernels.program import Program
+from fusco.cuda.repeated_calls import RepeatedAlongPlan, RepeatedDispatch
 from fusco.cuda.stream_order import StreamOrder
 from fusco.cuda.within_node.own_rows import OwnRows
 from fusco.cuda.within_node.planning import DevicePlanner
@@ -52,10 +51,10 @@ STEPS: Mapping[str, tuple[tuple[type, str], ...]] = {
     ),
     "records": ((Session, "repeat"), (Session, "agree")),
     "allocate": (
-        *((RepeatedDispatch, "outputs"), (RepeatedOfPlan, "outputs"), (RepeatedInternodeCombine, "outputs")),
+        *((RepeatedDispatch, "outputs"), (RepeatedAlongPlan, "outputs")),
         *((PlanMemory, "take"), (ForwardingMemory, "take")),
     ),
-    "launch again, wait for the plan": ((RepeatedLaunches, "launch"), (RepeatedLaunches, "wait")),
+    "launch, wait for the plan": ((Program, "launch"), (Program, "wait")),
     # Of calls that are not repeated.
     "prepare": ((CudaEngine, "prepare_dispatch"), (CudaEngine, "prepare_combine")),
     "order streams": ((StreamOrder, "enter"), (StreamOrder, "hand_over")),

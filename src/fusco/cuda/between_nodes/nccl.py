@@ -19,7 +19,8 @@ from fusco.control.machine_calls import address_of
 from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall, TransportError
-from fusco.cuda.kernels.repeated_launches import NativeCall
+from fusco.cuda.kernels.abi import Number
+from fusco.cuda.kernels.program import NativeCall
 
 _Result = TypeVar("_Result")
 
@@ -67,8 +68,13 @@ class Message(NamedTuple):
     """Device memory to send to a rank, or to receive from it."""
 
     peer: int
-    address: int
+    address: Number
     num_bytes: int
+
+
+def num_bytes_of(messages: Sequence[Message]) -> int:
+    """Return the bytes of all messages."""
+    return sum(message.num_bytes for message in messages)
 
 
 class NcclTransport:
@@ -137,13 +143,8 @@ class NcclTransport:
         finally:
             self._is_launching = False
 
-    def calls(
-        self, sends: Sequence[Message], receives: Sequence[Message], stream: int, place: int | None = None
-    ) -> list[NativeCall]:
-        """Return the calls of ``exchange``, to be made by compiled code in ``launch``.
-
-        With ``place``, messages are received behind the address that is the value of this index.
-        """
+    def calls(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> list[NativeCall]:
+        """Return the calls of ``exchange``, to be made by a program in ``launch``."""
 
         def failing(what: str, *, is_inside: bool) -> Callable[[int], None]:
             def fail(result: int) -> None:
@@ -153,14 +154,13 @@ class NcclTransport:
 
             return fail
 
-        def of_messages(name: str, messages: Sequence[Message], values: dict[int, int]) -> list[NativeCall]:
+        def of_messages(name: str, messages: Sequence[Message]) -> list[NativeCall]:
             function = address_of(getattr(self._nccl, name))
             return [
                 NativeCall(
                     function,
                     (message.address, message.num_bytes, _INT8, message.peer, comm, stream),
                     failing(f"a message of {message.num_bytes} bytes with rank {message.peer}", is_inside=True),
-                    values,
                 )
                 for message in messages
             ]
@@ -169,8 +169,8 @@ class NcclTransport:
         begin, end = (address_of(getattr(self._nccl, name)) for name in ("ncclGroupStart", "ncclGroupEnd"))
         return [
             NativeCall(begin, (), failing("beginning a group", is_inside=False)),
-            *of_messages("ncclSend", sends, {}),
-            *of_messages("ncclRecv", receives, {} if place is None else {0: place}),
+            *of_messages("ncclSend", sends),
+            *of_messages("ncclRecv", receives),
             NativeCall(end, (), failing("launching messages", is_inside=False)),
         ]
 

@@ -25,7 +25,7 @@ from fusco.core.errors import Stall, TransportError
 from fusco.cuda.between_nodes.nccl import Message, NcclTransport
 from fusco.cuda.between_nodes.replayed_messages import ReplayedMessages
 from fusco.cuda.gpu import Gpu
-from fusco.cuda.kernels.repeated_launches import NativeCall
+from fusco.cuda.kernels.program import NativeCall
 from fusco.cuda.tuning import channels_per_peer
 
 _POLL_INTERVAL_S = 0.02
@@ -129,10 +129,9 @@ class Network:
         receives: Sequence[Message],
         what: str,
         stream: torch.cuda.Stream,
-        place: int | None = None,
     ) -> PreparedMessages:
-        """Prepare a group of messages that has been exchanged before; for ``place`` see ``NcclTransport.calls``."""
-        calls = self._nccl.calls(sends, receives, stream.cuda_stream, place)
+        """Prepare a group of messages for a program; ranks must be connected."""
+        calls = self._nccl.calls(sends, receives, stream.cuda_stream)
         return PreparedMessages(calls, _stall_of(sends, receives, what))
 
     def launch(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusco.cuda.kernels.held_rows import HeldRows
+from fusco.cuda.kernels.plan import PlannedRows, Runs
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.planner.internode import InternodeTraffic
@@ -27,9 +28,9 @@ class InternodePlan(DevicePlan):
     traffic: InternodeTraffic  # the number of rows from each rank to each node, and the forwarders
     forwarding: ForwardingTensors  # the tokens that this rank sends to other nodes
     num_empty_rows: int = 0  # rows of this rank's messages to other nodes that no token fills, if the host knows it
-    # a weak reference to the repeated dispatch that has made it, and what that has allocated for a repeated combine
+    # a weak reference to the program that has made it, and what that has allocated for a combine
     made_by: Callable[[], Any] | None = field(default=None, init=False, repr=False, compare=False)
-    allocated: tuple[object, tuple[torch.Tensor, torch.Tensor] | None] | None = field(
+    allocated: tuple[object, list[torch.Tensor] | None] | None = field(
         default=None, init=False, repr=False, compare=False
     )
     _slices: dict[int, list[HeldRows]] = field(default_factory=dict)
@@ -52,28 +53,26 @@ class InternodePlan(DevicePlan):
         return self.kept(self._slices, _OWN, self._find_own_rows)[0]
 
     def _find_own_rows(self) -> list[HeldRows]:
-        node_ranks = self.traffic.node_ranks
-        runs = [[(rank, 0, self.num_rows_of(rank))] for rank in node_ranks]
-        return [self.rows_of(runs, node_ranks.index(self.rank))]
-
-    @property
-    def known_slices(self) -> list[list[HeldRows]]:
-        """Results of ``slices`` so far, one for each number of rows in a slice."""
-        return [slices for rows_per_slice, slices in self._slices.items() if rows_per_slice != _OWN]
+        return [self.rows_of(own_runs(self.traffic, self), self.traffic.local)]
 
     def slices(self, rows_per_slice: int) -> list[HeldRows]:
         """Return the rows of other nodes' ranks, by slice."""
         return self.kept(self._slices, rows_per_slice, lambda: self._find_slices(rows_per_slice))
 
     def _find_slices(self, rows_per_slice: int) -> list[HeldRows]:
-        traffic, node_ranks = self.traffic, self.traffic.node_ranks
-        return [
-            self.rows_of(
-                [
-                    [(piece.src, piece.first, piece.end) for piece in traffic.receives(rank, number, rows_per_slice)]
-                    for rank in node_ranks
-                ],
-                node_ranks.index(self.rank),
-            )
-            for number in range(traffic.num_slices(rows_per_slice))
-        ]
+        traffic = self.traffic
+        numbers = range(traffic.num_slices(rows_per_slice))
+        return [self.rows_of(runs_of_slice(traffic, number, rows_per_slice), traffic.local) for number in numbers]
+
+
+def own_runs(traffic: InternodeTraffic, plan: PlannedRows) -> Runs:
+    """Return the rows of this node's ranks."""
+    return [[(rank, 0, plan.num_rows_of(rank))] for rank in traffic.node_ranks]
+
+
+def runs_of_slice(traffic: InternodeTraffic, number: int, rows_per_slice: int) -> Runs:
+    """Return the rows of a slice that the ranks of this node forward."""
+    return [
+        [(piece.src, piece.first, piece.end) for piece in traffic.receives(rank, number, rows_per_slice)]
+        for rank in traffic.node_ranks
+    ]

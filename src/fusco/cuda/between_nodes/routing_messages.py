@@ -18,15 +18,14 @@ class RoutingMessages:
     """Routing sent to and received from the counterparts of a rank. Must live until all messages have been sent."""
 
     def __init__(
-        self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic, kept: torch.Tensor | None = None
+        self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic, received: torch.Tensor | None = None
     ) -> None:
         """Prepare the messages of this rank's routing, ``packed`` by ``plan_forwarding``.
 
-        ``kept`` is memory of the caller for what is sent, instead of ``packed``, and for what is received.
+        ``received`` is memory of the caller for what is received, uint8.
         """
         topology, rank, weights = traffic.lanes.topology, traffic.rank, routing.topk_weights
-        self._routing = routing
-        self._packed = packed if kept is None else _first(kept[0], *packed.shape)
+        self._routing, self._packed = routing, packed
         remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
         peers = [topology.node_to_ranks[remote][local] for remote in remotes]
         # Ids are int32 and last, as they are no wider than weights: so both are aligned without a gap.
@@ -34,7 +33,8 @@ class RoutingMessages:
         row_bytes = self._weight_bytes + routing.num_topk * 4
         self._num_incoming = [traffic.num_rows[peer][traffic.node] for peer in peers]
         most = max(1, -(-max(self._num_incoming) * row_bytes // _ALIGNMENT)) * _ALIGNMENT
-        self._incoming = packed.new_empty(len(peers), most) if kept is None else _first(kept[1], len(peers), most)
+        shape = len(peers), most
+        self._incoming = packed.new_empty(shape) if received is None else first_messages(received, *shape)
         outgoing = [traffic.num_rows[rank][remote] * row_bytes for remote in remotes]
         incoming = [num_rows * row_bytes for num_rows in self._num_incoming]
         self.sends = _messages(peers, self._packed, outgoing)
@@ -46,10 +46,10 @@ class RoutingMessages:
         return self._packed, self._incoming
 
     @property
-    def published(self) -> list[tuple[Memory, Memory | None]]:
-        """Ids and weights of this rank's tokens, then the received ones."""
+    def received(self) -> list[tuple[Memory, Memory | None]]:
+        """Ids and weights that are received."""
         own = self._routing
-        known: list[tuple[Memory, Memory | None]] = [(own.topk_idx, own.topk_weights)]
+        known: list[tuple[Memory, Memory | None]] = []
         for i, num_rows in enumerate(self._num_incoming):
             at = self._incoming.data_ptr() + i * self._incoming.shape[1]
             weights = None if own.topk_weights is None else MemoryAt(at, own.topk_weights.element_size())
@@ -57,7 +57,8 @@ class RoutingMessages:
         return known
 
 
-def _first(memory: torch.Tensor, num_messages: int, num_bytes: int) -> torch.Tensor:
+def first_messages(memory: torch.Tensor, num_messages: int, num_bytes: int) -> torch.Tensor:
+    """Return room for messages at the beginning of memory, uint8 (num_messages, num_bytes)."""
     return memory[: num_messages * num_bytes].view(num_messages, num_bytes)
 
 

@@ -19,38 +19,41 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 
-from fusco.core.config import Launch
 from fusco.core.errors import MismatchError
 from fusco.core.groups import Groups
 from fusco.core.lanes import Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.recent import Recent
-from fusco.core.rows import accumulation_dtype, aligned, plain, row_bytes
-from fusco.cuda.between_nodes.latest_launches import LatestCombine, LatestDispatch
+from fusco.core.rows import aligned, plain, row_bytes
+from fusco.cuda.between_nodes.dispatch_program import DispatchMaker, InternodeDispatchProgram
 from fusco.cuda.between_nodes.message_rows import MessageRows
-from fusco.cuda.between_nodes.nccl import Message
 from fusco.cuda.between_nodes.network import Network
 from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.between_nodes.routing_messages import RoutingMessages
 from fusco.cuda.between_nodes.slice_ring import SliceRing
 from fusco.cuda.between_nodes.slice_sender import SliceSender, forwarded_starts, num_rows_per_slice
+from fusco.cuda.between_nodes.slice_sums import SliceSums, with_internode_sms
+from fusco.cuda.between_nodes.sum_program import InternodeSumProgram, SumMaker
 from fusco.cuda.context import CudaContext
-from fusco.cuda.kernels.abi import MemoryAt, Payload
-from fusco.cuda.kernels.add_returned import add_returned
-from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.launcher import Launcher
-from fusco.cuda.kernels.node_barrier import node_barrier
-from fusco.cuda.kernels.plan_forwarding import ForwardingTensors, ForwardingTerms, plan_forwarding
-from fusco.cuda.tuning import INTERNODE_SMS
+from fusco.cuda.kernels.abi import Payload
+from fusco.cuda.kernels.plan import PlanShape
+from fusco.cuda.kernels.plan_forwarding import (
+    ForwardingTensors,
+    ForwardingTerms,
+    PackedForwarding,
+    message_bytes,
+    plan_forwarding,
+)
+from fusco.cuda.kernels.spares import SpareLimit
+from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.within_node.output_bound import affordable_bound_of
 from fusco.cuda.within_node.own_rows import OwnRows, Transfer
 from fusco.cuda.within_node.planning import DevicePlanner
-from fusco.cuda.within_node.shuffle import narrowed
+from fusco.cuda.within_node.programs import narrow, new_outputs, run_dispatch, shapes_of
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
 from fusco.engine.published_rows import PublishedRows
@@ -59,30 +62,9 @@ from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
 from fusco.planner.traffic import Traffic
 
-_LAUNCH = Launch(num_sms=INTERNODE_SMS)
-
-
-class _Summing(NamedTuple):
-    """Inputs of every launch of a combine."""
-
-    request: CombineRequest[InternodePlan]
-    rows: torch.Tensor  # aligned
-    wire_dtype: torch.dtype
-    launcher: Launcher  # on ``stream``
-    stream: torch.cuda.Stream
-    call: Call
-
 
 class InternodeShuffle:
-    """Dispatch and combine of one rank where there are several nodes.
-
-    Attributes:
-        message_rows: chooses the rows of messages.
-        latest_dispatch: has launched what may be repeated; likewise ``latest_combine``.
-    """
-
-    latest_dispatch: LatestDispatch
-    latest_combine: LatestCombine
+    """Dispatch and combine of one rank where there are several nodes."""
 
     def __init__(
         self,
@@ -91,18 +73,28 @@ class InternodeShuffle:
         own_rows: OwnRows,
         network: Network,
         packing_stream: torch.cuda.Stream,
+        repeated_calls: RepeatedCalls | None = None,
     ) -> None:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
         self._ring = SliceRing(network, self._layout, self._arena.memory)
         self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
+        overflows = self.message_rows.summary.overflow_addresses
+        self._repeated_calls = repeated_calls and replace(repeated_calls, overflows=overflows)
         self._known_traffic: Recent[Any, InternodeTraffic] = Recent(max_size=64)
+        self._programs: Recent[tuple[object, ...], Any] = Recent(max_size=256)
+        self._sum_maker, self._slice_sums = (
+            SumMaker(context, self._ring, network),
+            SliceSums(context, self._ring, network),
+        )
 
     @cached_property
-    def repeated_routing(self) -> torch.Tensor:
-        """Memory for the routing that repeated dispatches send and receive, uint8 (2, ...)."""
-        return torch.empty(2, self._layout.repeated_routing_bytes // 2, dtype=torch.uint8, device=self._arena.device)
+    def _dispatch_maker(self) -> DispatchMaker:
+        num_bytes, device = self._layout.repeated_routing_bytes // 2, self._arena.device
+        routing = torch.empty(2, num_bytes, dtype=torch.uint8, device=device)
+        parts = self._context, self._planner, self._own_rows, self._sender, self._network, self.message_rows
+        return DispatchMaker(*parts, routing, SpareLimit())
 
     def pending_error(self) -> Exception | None:
         """Return and clear an error of an earlier plan into static rows, or of a message of fixed size."""
@@ -115,26 +107,30 @@ class InternodeShuffle:
 
         Then raises ``ValueError`` for an invalid expert id. Otherwise the plan finds it.
         """
-        weights = request.routing.topk_weights
+        given, weights = request, request.routing.topk_weights
         routing = Routing(request.routing.topk_idx.contiguous(), None if weights is None else plain(weights))
-        request = replace(request, launch=_with_sms(request.launch), routing=routing)
-        payloads = list(map(aligned, request.payloads))
-        terms = self.message_rows.terms_of(request)
-        with self._context.timeline.span("plan", "rows for each node"):
-            forwarding, packed, launched = plan_forwarding(
-                self._context.launcher(stream), routing, self._context.expert_to_node, self.message_rows.summary, terms
-            )
-        self.latest_dispatch = latest = LatestDispatch(terms, launched, packed)
+        request = replace(request, launch=with_internode_sms(request.launch), routing=routing)
+        terms, payloads = self.message_rows.terms_of(request), list(map(aligned, request.payloads))
+        counted = self._launch_forwarding(routing, terms, stream) if terms.max_rows is None else None
         num_rows_to_node = self.message_rows.published(routing, terms)
-        if terms.max_rows is None and (earlier := self.pending_error()):  # the device has run all earlier calls
+        if counted and (earlier := self.pending_error()):  # the device has run all earlier calls
             raise earlier
 
         def run(counts: Sequence[tuple[int, ...]]) -> DispatchOutput[InternodePlan]:
             _require_alike([is_static for is_static, *_ in counts])
             published = [PublishedRows.unpack(of_rank[1:]) for of_rank in counts]
             transfer = Transfer(payloads=payloads, launch=request.launch, stream=stream, call=call)
-            latest.counts, latest.scatters = counts, transfer.launched
-            output = self._dispatch(request, published, forwarding, transfer)
+            with call.profile.spend("planning"):
+                traffic = self._traffic(request, published, call)
+                on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
+                program = None if counted else self._dispatch_program(request, traffic, on_node, terms, stream)
+            if program:
+                output = self._run(program, request, transfer)
+                if self._repeated_calls:
+                    self._repeated_calls.keep_dispatch(given, program, counts)
+                return output
+            forwarding = counted or self._launch_forwarding(routing, terms, stream)
+            output = self._dispatch(request, traffic, on_node, forwarding, transfer)
             if not request.static:
                 self._complete(request, output.plan, terms, transfer)
             return output
@@ -142,12 +138,70 @@ class InternodeShuffle:
         published = PublishedRows(routing.num_tokens, tuple(num_rows_to_node))
         return Pending([int(request.static is not None), *published.pack()], run)
 
+    def _launch_forwarding(
+        self, routing: Routing, terms: ForwardingTerms, stream: torch.cuda.Stream
+    ) -> tuple[ForwardingTensors, torch.Tensor]:
+        """Launch the plan of what this rank sends to other nodes; return it and the routing of that, packed."""
+        num_nodes, ids, weights = self._topology.num_nodes, routing.topk_idx, routing.topk_weights
+        num_elements = ForwardingTensors.num_elements(num_nodes, routing.num_tokens)
+        memory = ids.new_empty(num_elements, dtype=torch.int32)
+        num_bytes = message_bytes(terms, ids.shape, 0 if weights is None else weights.element_size())
+        packed = ids.new_empty(num_nodes - 1, num_bytes, dtype=torch.uint8)
+        plan = ForwardingTensors(memory, num_nodes, routing.num_tokens)
+        with self._context.timeline.span("plan", "rows for each node"):
+            plan_forwarding(
+                self._context.launcher(stream),
+                (ids, weights),
+                ids.shape,
+                self._context.expert_to_node,
+                self.message_rows.summary,
+                terms,
+                PackedForwarding(plan, packed.data_ptr()),
+                terms.ticket,
+            ).launch(stream.cuda_stream)
+        return plan, packed
+
+    def _dispatch_program(
+        self,
+        request: DispatchRequest,
+        traffic: InternodeTraffic,
+        on_node: Sequence[int],
+        terms: ForwardingTerms,
+        stream: torch.cuda.Stream,
+    ) -> InternodeDispatchProgram | None:
+        """Return the program of a dispatch of one slice; ``None`` for others, in a capture, and with a timeline."""
+        if self._context.is_timed or self._context.gpu.is_capturing():
+            return None
+        sizes, static = self._planner.sizes_of(request.routing, on_node, traffic.sources), request.static
+        bound = static.num_slots(sizes.shape.num_local_experts) if static else self._bound_of(request, sizes.shape)
+        options = (request.expert_alignment, static, request.launch.num_sms, bound, terms[:-1])
+        of_rows = shapes_of(request.payloads), request.routing.topk_idx.element_size()
+        key = ("dispatch", traffic, sizes, *of_rows, *options, stream.cuda_stream, torch.is_inference_mode_enabled())
+        known: InternodeDispatchProgram | None = self._programs.use(key)
+        if known is None and (known := self._dispatch_maker.make(request, traffic, sizes, terms, bound, stream)):
+            self._programs[key] = known
+        return known
+
+    def _bound_of(self, request: DispatchRequest, shape: PlanShape) -> int | None:
+        sizes = tuple(map(row_bytes, request.payloads))
+        return affordable_bound_of(shape, self._topology.world_size, request, sizes) or None
+
+    def _run(
+        self, program: InternodeDispatchProgram, request: DispatchRequest, transfer: Transfer
+    ) -> DispatchOutput[InternodePlan]:
+        payloads, routing = transfer.payloads, request.routing
+        rows_per_expert = request.static.rows_per_expert if request.static else None
+        outputs = [] if program.num_slots is None else new_outputs(payloads, program.num_slots, rows_per_expert)
+        tables, routed = program.new_tables(), (routing.topk_idx, routing.topk_weights, request.static)
+        plan = run_dispatch(program, outputs, payloads, routed, transfer.call.profile, tables)
+        return DispatchOutput(cast("InternodePlan", plan), outputs)
+
     def redispatch(
         self, request: RedispatchRequest[InternodePlan], call: Call, stream: torch.cuda.Stream
     ) -> list[torch.Tensor]:
         """Move rows along an earlier plan."""
         plan, payloads = request.plan, list(map(aligned, request.payloads))
-        transfer = Transfer(payloads=payloads, launch=_with_sms(request.launch), stream=stream, call=call)
+        transfer = Transfer(payloads=payloads, launch=with_internode_sms(request.launch), stream=stream, call=call)
         arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
         rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
         self._scatter_slices(plan, transfer, rows, arrivals, plan.num_slots)
@@ -162,106 +216,59 @@ class InternodeShuffle:
     def _combine(
         self, request: CombineRequest[InternodePlan], rows: torch.Tensor, call: Call, stream: torch.cuda.Stream
     ) -> torch.Tensor:
-        """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
-        plan, timeline = request.plan, self._context.timeline
-        wire_dtype, launcher = self._context.wire_dtype(rows.dtype), self._context.launcher(stream)
-        summing = _Summing(request, rows, wire_dtype, launcher, stream, call)
-        self.latest_combine = LatestCombine()
-        returned, arrival = self._return_sums(summing)
-        own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
-        with timeline.span("sum", "own tokens", stream):
-            self._sum(summing, plan.own_rows, own)
-        if arrival:
-            stream.wait_event(arrival)
-            if plan.traffic.is_shared:
-                self._fetch_sums(summing, returned)
-        out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        remote_nodes, places = sorted(returned), plan.forwarding
-        call.profile.internode_empty_bytes = plan.num_empty_rows * rows.shape[1] * wire_dtype.itemsize
-        sums = [returned[remote] for remote in remote_nodes]
-        places_of = [MemoryAt(places.address + places.offset_of_places(remote), 4) for remote in remote_nodes]
-        with timeline.span("add", "sums of other nodes", stream):
-            self.latest_combine.add = add_returned(launcher, own, sums, places_of, out)
-        return out
+        program = self._sum_program(request, rows, stream)
+        if program:
+            outputs = program.outputs_like(rows)
+            program.run(outputs, [rows], request.plan)
+            program.count(call.profile)
+            if self._repeated_calls and len(request.rows) == 1:
+                self._repeated_calls.keep_along_plan(request, program, request.rows)
+            return outputs[0]
+        return self._slice_sums.sum(request, rows, stream, call)
 
-    def _return_sums(self, summing: _Summing) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
-        """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
-        request, rows, wire_dtype, _, stream, call = summing
-        plan, traffic, timeline, hidden = request.plan, request.plan.traffic, self._context.timeline, rows.shape[1]
-        size = hidden * wire_dtype.itemsize
-        rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
-        own_rows = traffic.num_rows[plan.rank]
-        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
-        carried = self._arena.address(self._arena.local, self._layout.offsets["pool"])
-        streams = stream, self._network.stream
-        arrival = None
-        for number, held in enumerate(plan.slices(rows_per_slice)):
-            sums = self._ring.slot(number, stream, wire_dtype)
-            with timeline.span("sum", f"slice {number}", stream):
-                self._sum(summing, held, sums)
-            sends, address = [], sums.data_ptr()
-            for piece in traffic.receives(plan.rank, number, rows_per_slice):
-                sends.append(Message(piece.carrier, address, piece.num_rows * size))
-                address += piece.num_rows * size
-            receives = []
-            for piece in traffic.sends(number, rows_per_slice):
-                is_own = piece.src == plan.rank
-                place = returned[piece.node].data_ptr() + piece.first * size if is_own else carried + piece.place * size
-                receives.append(Message(piece.forwarder, place, piece.num_rows * size))
-            call.profile.internode_row_bytes += sum(message.num_bytes for message in sends)
-            self.latest_combine.sends = sends
-            arrival = self._ring.exchange(number, sends, receives, f"sums of slice {number}", streams, timeline)
-        return returned, arrival
-
-    def _fetch_sums(self, summing: _Summing, returned: dict[int, torch.Tensor]) -> None:
-        """Copy the sums of this rank's rows that others of its node carry, as soon as all have received theirs."""
-        traffic, nodes = summing.request.plan.traffic, self._topology.rank_to_local
-        with self._context.timeline.span("copy", "sums that other ranks carried", summing.stream):
-            node_barrier(summing.launcher)
-            tables = (*(column.tolist() for column in traffic.own), traffic.own_places.tolist())
-            for _, node, first, end, carrier, _, place in zip(*tables, strict=True):
-                if carrier != traffic.rank:
-                    sums = returned[node][first:end]
-                    sums.copy_(self._arena.pooled_like(nodes[carrier], place, sums))
-                    summing.call.profile.lane_row_bytes += sums.nbytes
-            node_barrier(summing.launcher)  # carriers may overwrite them
-
-    def _sum(self, summing: _Summing, held: HeldRows, out: torch.Tensor) -> None:
-        request, rows, wire_dtype, launcher, _, call = summing
-        num_sms = _with_sms(request.launch).num_sms
-        launched = combine_rows(launcher, held, rows, wire_dtype, out, is_weighted=request.is_weighted, num_sms=num_sms)
-        call.profile.count_sms(launched.grid)
-        self.latest_combine.sums.append(launched)
+    def _sum_program(
+        self, request: CombineRequest[InternodePlan], rows: torch.Tensor, stream: torch.cuda.Stream
+    ) -> InternodeSumProgram | None:
+        """Return the program of a combine of one slice; ``None`` for others, in a capture, and with a timeline."""
+        if self._context.is_timed or self._context.gpu.is_capturing():
+            return None
+        plan, num_sms = request.plan, with_internode_sms(request.launch).num_sms
+        of_plan = plan.traffic, plan.first_row, plan.tables.shape, request.is_weighted
+        key = ("sums", *of_plan, shapes_of([rows]), num_sms, stream.cuda_stream, torch.is_inference_mode_enabled())
+        known: InternodeSumProgram | None = self._programs.use(key)
+        if known is None:
+            known = self._sum_maker.make(plan, rows, stream, num_sms, is_weighted=request.is_weighted)
+            if known:
+                self._programs[key] = known
+        return known
 
     def _dispatch(
         self,
         request: DispatchRequest,
-        published: Sequence[PublishedRows],
-        forwarding: ForwardingTensors,
+        traffic: InternodeTraffic,
+        on_node: Sequence[int],
+        packed_forwarding: tuple[ForwardingTensors, torch.Tensor],
         transfer: Transfer,
     ) -> DispatchOutput[InternodePlan]:
-        stream, profile = transfer.stream, transfer.call.profile
-        with profile.spend("planning"):
-            traffic = self._traffic(request, published, transfer.call)
-            messages = RoutingMessages(request.routing, self.latest_dispatch.packed, traffic)
-            profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
+        """Move rows in slices."""
+        stream, profile, (forwarding, packed) = transfer.stream, transfer.call.profile, packed_forwarding
+        messages = RoutingMessages(request.routing, packed, traffic)
+        profile.internode_metadata_bytes += sum(message.num_bytes for message in messages.sends)
         # Routing travels with the first slice: separate, it would cost the network's latency once more.
-        sending = self._sender.send(
-            transfer, forwarding, traffic, (messages.sends, messages.receives), self.latest_dispatch
-        )
+        sending = self._sender.send(transfer, forwarding, traffic, (messages.sends, messages.receives))
         with profile.spend("wire"):
             arrivals = list(itertools.islice(sending, 1))
         if arrivals:
             stream.wait_event(arrivals[0])
-        on_node = traffic.num_rows_on_node([of_rank.num_tokens for of_rank in published])
         plan_type = partial(InternodePlan, traffic=traffic, forwarding=forwarding)
+        own = (request.routing.topk_idx, request.routing.topk_weights)
         with profile.spend("planning"):
             plan = self._planner.new_plan(plan_type, request, on_node, stream, traffic.sources)
-            self.latest_dispatch.plan = self._planner.launch(plan, request, messages.published, stream)
+            self._planner.launch(plan, request, [own, *messages.received], stream)
         with profile.spend("wire"):
             arrivals += sending
         # Where a bound on the output is affordable, its size is read while rows move.
-        bound = None if request.static else affordable_bound_of(plan, request, transfer.row_bytes)
+        bound = None if request.static else self._bound_of(request, plan.tables.shape)
         if not (request.static or bound):
             self._size_exactly(plan, profile)
         num_slots = bound or plan.num_slots
@@ -270,7 +277,7 @@ class InternodeShuffle:
             self._scatter_slices(plan, transfer, rows, arrivals, num_slots)
         if bound:
             self._size_exactly(plan, profile)
-            narrowed(rows, plan.num_slots)
+            narrow(rows, plan.num_slots)
         return DispatchOutput(plan, rows)
 
     def _complete(
@@ -339,9 +346,3 @@ def _require_alike(is_static: Sequence[int]) -> None:
             f"ranks disagree in dispatch: ranks {ranks[1]} passed static rows, ranks {ranks[0]} did not. Between nodes "
             f"messages are of a fixed size on all ranks or on none"
         )
-
-
-def _with_sms(launch: Launch) -> Launch:
-    if launch == Launch():
-        return _LAUNCH
-    return launch if launch.num_sms else replace(launch, num_sms=INTERNODE_SMS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -37,19 +38,51 @@ def ticket_after(ticket: int) -> int:
     return ticket % (2**32 - 1) + 1
 
 
+@dataclass(frozen=True)
+class Value:
+    """A number that is given when a program is run: the one of this index, plus a number that is known before.
+
+    >>> Value(3) + 16
+    Value(index=3, plus=16)
+    """
+
+    index: int
+    plus: int = 0
+
+    def __add__(self, number: int) -> Value:
+        return Value(self.index, self.plus + number)
+
+
+#: An argument of a kernel, often an address.
+Number: TypeAlias = int | Value
+
+
 class Payload(NamedTuple):
     """Rows to move, as bytes: their address on this rank, the bytes of a row, and address and rows of the output."""
 
-    address: int
+    address: Number
     row_bytes: int
-    output_address: int = 0
-    num_output_rows: int = 0
+    output_address: Number = 0
+    num_output_rows: Number = 0
+
+
+class RowsAt(NamedTuple):
+    """Rows of elements, one behind the other: address, dtype, and elements of a row."""
+
+    address: Number
+    dtype: torch.dtype
+    hidden: int
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> RowsAt:
+        """Return where rows (num_rows, hidden) are."""
+        return cls(rows.data_ptr(), rows.dtype, rows.shape[1])
 
 
 class Memory(Protocol):
     """Contiguous elements on the device: a tensor, or what knows no more than a kernel needs."""
 
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> Number:
         """Return the address."""
 
     def element_size(self) -> int:
@@ -59,17 +92,17 @@ class Memory(Protocol):
 class MemoryAt(NamedTuple):
     """``Memory`` at an address: a view of a tensor would take longer to make than a kernel to launch."""
 
-    address: int
+    address: Number
     item_bytes: int
 
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> Number:
         return self.address
 
     def element_size(self) -> int:
         return self.item_bytes
 
 
-def address(memory: Memory | None) -> int:
+def address(memory: Memory | None) -> Number:
     """Return the address of a tensor, or 0 for ``None``."""
     return 0 if memory is None else memory.data_ptr()
 

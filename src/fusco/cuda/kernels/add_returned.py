@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fusco.core.rows import accumulation_dtype
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, Memory, struct, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, Number, RowsAt, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.tuning import ADD_RETURNED_BLOCKS_PER_SM as BLOCKS_PER_SM, ADD_RETURNED_THREADS as NUM_THREADS
 
 _TOKENS_PER_BLOCK = NUM_THREADS // 32
@@ -31,25 +30,28 @@ def returned_type(num_ranks: int, num_remote: int) -> type[ctypes.Structure]:
     )
 
 
+class ReturnedSums(NamedTuple):
+    """Sums of this rank's tokens: addresses of them, and for each other node of the int32 place of each token."""
+
+    rows: Sequence[Number]
+    places: Sequence[Number]
+    dtype: torch.dtype
+
+
 def add_returned(
-    launcher: Launcher, own: torch.Tensor, returned: Sequence[torch.Tensor], places: Sequence[Memory], out: torch.Tensor
-) -> PreparedLaunch | None:
+    launcher: Launcher, own: Number, returned: ReturnedSums, out: RowsAt, num_tokens: int
+) -> KernelCall | None:
     """Set ``out[t]`` to the sum of ``own[t]`` and, for each other node, ``returned[place of t]``; see the twin.
 
-    Returns the launch, or ``None`` without tokens.
+    ``own`` is the address of rows of the dtype in which those of ``out`` are accumulated. Returns ``None`` without
+    tokens.
     """
-    num_tokens, hidden = out.shape
     if not num_tokens:
         return None
-    assert own.dtype == accumulation_dtype(out.dtype), (own.dtype, out.dtype)
-    key = ("add_returned", num_tokens, hidden, out.dtype, returned[0].dtype, len(returned))
+    key = ("add_returned", num_tokens, out.hidden, out.dtype, returned.dtype, len(returned.rows))
     prepared = launcher.prepared.use(key) or _prepare(launcher, key)
-    arguments = prepared.arguments
-    arguments.own, arguments.out = own.data_ptr(), out.data_ptr()
-    prepared.set_table("returned", [rows.data_ptr() for rows in returned])
-    prepared.set_table("places", [of_node.data_ptr() for of_node in places])
-    prepared.launch(launcher.stream)
-    return prepared
+    fields = {"own": own, "out": out.address, "returned": returned.rows, "places": returned.places}
+    return KernelCall(prepared, fields)
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

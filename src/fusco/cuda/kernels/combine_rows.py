@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, struct, vector_bytes
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, POINTER, WARP_SIZE, RowsAt, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, HeldRows, RowAddresses, longest_of
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.kernels.plan import PlanShape
-from fusco.cuda.kernels.repeated_launches import Field
+from fusco.cuda.kernels.held_rows import HeldRows, longest_of
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.tuning import RingShape, combine_parts, combine_senders, combine_shape, sum_parts
 
 _ACCESS_BYTES = 16  # of a lane
@@ -54,50 +52,41 @@ def combine_type(num_ranks: int) -> type[ctypes.Structure]:
 def combine_rows(
     launcher: Launcher,
     held: HeldRows,
-    rows: torch.Tensor,
+    rows: RowsAt,
     wire_dtype: torch.dtype,
-    out: torch.Tensor,
+    out: RowsAt,
     *,
     is_weighted: bool,
     num_sms: int | None,
-) -> PreparedLaunch:
+) -> KernelCall:
     """Sum expert-major rows into the rows of their holders; ``out`` receives this rank's.
 
-    Returns the launch, whose grid is the number of SMs that it takes.
+    The grid is the number of SMs that it takes.
     """
     weight_bytes = held.weight_bytes if is_weighted else 0
-    hidden = rows.shape[1]
     key = (
         "combine_rows",
         held.first_row,
         held.num_topk,
         weight_bytes,
-        hidden,
+        rows.hidden,
         rows.dtype,
         wire_dtype,
         out.dtype,
         num_sms,
     )
     prepared = launcher.prepared.use(key) or _prepare(launcher, key)
-    arguments = prepared.arguments
-    arguments.rows, arguments.out = rows.data_ptr(), out.data_ptr()
-    arguments.row_to_slots, weights, arguments.token_to_ranks = held.addresses
-    arguments.row_weights = weights if is_weighted else 0
-    prepared.launch(launcher.stream)
-    return prepared
-
-
-def combine_fields(
-    shape: PlanShape, memory: int, rows: int, run: RowAddresses = FROM_FIRST_ROW, *, is_weighted: bool
-) -> list[Field]:
-    """Return the fields, but for ``out``, that change if a combine is repeated, by the indices of their values.
-
-    ``memory`` is the address of the plan's tensors, ``run`` where in them the rows are.
-    """
-    offsets = {name: shape.offsets[name] + getattr(run, name) for name in ("row_to_slots", "token_to_ranks")}
-    if is_weighted:
-        offsets["row_weights"] = shape.offsets["weights"] + run.weights
-    return [Field("rows", rows), *(Field(name, memory, offset) for name, offset in offsets.items())]
+    row_to_slots, row_weights, token_to_ranks = held.addresses
+    return KernelCall(
+        prepared,
+        {
+            "rows": rows.address,
+            "out": out.address,
+            "row_to_slots": row_to_slots,
+            "row_weights": row_weights if is_weighted else 0,
+            "token_to_ranks": token_to_ranks,
+        },
+    )
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-
-from fusco.core.rows import row_bytes
-from fusco.cuda.kernels.abi import I32, POINTER, struct, vector_bytes
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
+from fusco.cuda.kernels.abi import I32, POINTER, Number, struct, vector_bytes
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.tuning import GATHER_SMS, GATHER_THREADS
 
 
@@ -33,29 +30,25 @@ class Part(NamedTuple):
     A negative place leaves its row of the message as it is.
     """
 
-    places: int
-    message: int
+    places: Number
+    message: Number
     num_rows: int
 
 
-def gather_rows(launcher: Launcher, rows: torch.Tensor, parts: Sequence[Part]) -> PreparedLaunch | None:
+def gather_rows(launcher: Launcher, rows: Number, size: int, parts: Sequence[Part]) -> KernelCall | None:
     """Pack rows into messages: for each part ``rows[places[i]]``, in order of ``i``, into the front of its bytes.
 
-    ``rows`` are contiguous; rows and messages are aligned to 16 bytes, or to the widest access that divides a row.
-    There are as many parts in every call, some may be empty. Returns the launch, or ``None`` if there is nothing to
-    pack.
+    ``rows`` is the address of contiguous rows of ``size`` bytes; rows and messages are aligned to 16 bytes, or to the
+    widest access that divides a row. There are as many parts in every call, some may be empty. Returns ``None`` if
+    there is nothing to pack.
     """
-    size = row_bytes(rows)
     first_row = (0, *itertools.accumulate(part.num_rows for part in parts))
     if not (first_row[-1] and size):
         return None
     key = ("gather_rows", size, first_row)
     prepared = launcher.prepared.use(key) or _prepare(launcher, key)
-    prepared.arguments.rows = rows.data_ptr()
-    prepared.set_table("messages", [part.message for part in parts])
-    prepared.set_table("places", [part.places for part in parts])
-    prepared.launch(launcher.stream)
-    return prepared
+    messages, places = [part.message for part in parts], [part.places for part in parts]
+    return KernelCall(prepared, {"rows": rows, "messages": messages, "places": places})
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

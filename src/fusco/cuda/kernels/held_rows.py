@@ -7,18 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from fusco.cuda.kernels.abi import Number
+
 
 class RowAddresses(NamedTuple):
     """Addresses of what kernels read of rows."""
 
     # int32 (num_rows, num_topk): the slot of each pair; -1 if its expert is elsewhere, -2 if dropped
-    row_to_slots: int
-    weights: int  # float32 or float64 (num_rows, num_topk); 0 without weights
+    row_to_slots: Number
+    weights: Number  # float32 or float64 (num_rows, num_topk); 0 without weights
     # int32, for each row that this rank holds; bit ``r`` is set if rank ``r`` of the node owns an expert of it
-    token_to_ranks: int
-
-
-FROM_FIRST_ROW = RowAddresses(0, 0, 0)  # offsets of rows that are all of a plan's
+    token_to_ranks: Number
 
 
 class HeldRows(NamedTuple):
@@ -29,9 +28,8 @@ class HeldRows(NamedTuple):
     addresses: RowAddresses
     num_topk: int  # experts per token (top-k)
     weight_bytes: int  # bytes of a weight; 0 without weights
-    # of the addresses from those of the plan, if the rows follow each other there; no kernel needs views of tensors
-    offsets: RowAddresses | None = None
-    tensors: tuple[torch.Tensor, ...] = ()  # copies, in the order of the addresses, if they do not
+    # copies, in the order of the addresses, unless the rows follow each other in the plan: no kernel needs views
+    tensors: tuple[torch.Tensor, ...] = ()
 
 
 def longest_of(first_row: tuple[int, ...]) -> int:

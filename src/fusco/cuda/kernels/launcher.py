@@ -6,11 +6,14 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from fusco.core.recent import Recent
+from fusco.cuda.kernels.abi import Number
 from fusco.cuda.kernels.library import BoundLaunch, Kernel, Library
 from fusco.cuda.tuning import MAX_PARTS
+
+Fields: TypeAlias = Mapping[str, Number | Sequence[Number]]
 
 
 class PreparedLaunch:
@@ -27,8 +30,16 @@ class PreparedLaunch:
         self.launch: Callable[[int], None] = partial(kernel.launch, arguments, **shape)  # on a stream handle
         self._tables: dict[str, Any] = {}
 
-    def set_table(self, name: str, entries: Sequence[int]) -> None:
-        """Set all entries of a field that is an array of arrays of addresses."""
+    def set(self, fields: Fields) -> None:
+        """Set fields, which have no ``Value``."""
+        for name, number in fields.items():
+            if isinstance(number, int):
+                setattr(self.arguments, name, number)
+            else:
+                self._set_table(name, cast("Any", number))
+
+    def _set_table(self, name: str, entries: Sequence[int]) -> None:
+        """Set all entries of a field that is an array, or an array of arrays, of numbers of 8 bytes."""
         table = self._tables.get(name)
         if table is None:
             offset = getattr(type(self.arguments), name).offset
@@ -38,6 +49,26 @@ class PreparedLaunch:
     def bound_to(self, stream: int) -> BoundLaunch:
         """Return the same launch on a stream handle, with a copy of the arguments as they are now."""
         return self.kernel.bind(type(self.arguments).from_buffer_copy(self.arguments), stream, **self._shape)
+
+
+class KernelCall(NamedTuple):
+    """A kernel and all of its arguments that change from call to call, by name; each number has 8 bytes.
+
+    With a ``Value`` among them it is for a ``Program``.
+    """
+
+    prepared: PreparedLaunch
+    fields: Fields
+
+    @property
+    def grid(self) -> int:
+        """Number of blocks."""
+        return self.prepared.grid
+
+    def launch(self, stream: int) -> None:
+        """Launch it on a stream handle."""
+        self.prepared.set(self.fields)
+        self.prepared.launch(stream)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, WARP_SIZE, Memory, address, struct
+from fusco.cuda.kernels.abi import CHUNK_PAIRS, I32, POINTER, U64, WARP_SIZE, Memory, Number, address, struct
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import RowAddresses
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.kernels.repeated_launches import TICKET, Field
+from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_THREADS, plan_shape
+
+# For each rank of the node, the rows that it holds, in order: source, first, end.
+Runs: TypeAlias = Sequence[Sequence[tuple[int, int, int]]]
 
 
 class PublishedRouting(NamedTuple):
@@ -88,7 +91,28 @@ class PlanShape:
         return self.weight_dtype.itemsize if self.weight_dtype else 0
 
 
-class PlanTensors:
+class PlanAddresses:
+    """Addresses of a plan's tensors, of a shape, from that of the first on."""
+
+    def __init__(self, shape: PlanShape, address: Number) -> None:
+        self.shape, self.address = shape, address
+
+    @property
+    def addresses(self) -> RowAddresses:
+        """Addresses of what kernels read of all rows."""
+        weights = self.address_of("weights") if self.shape.weight_dtype else 0
+        return RowAddresses(self.address_of("row_to_slots"), weights, self.address_of("token_to_ranks"))
+
+    def behind(self, offsets: tuple[int, int, int]) -> RowAddresses:
+        """Return ``addresses`` plus offsets in bytes."""
+        return RowAddresses(*map(operator.add, self.addresses, offsets))
+
+    def address_of(self, name: str) -> Number:
+        """Return the address of a tensor."""
+        return self.address + self.shape.offsets[name]
+
+
+class PlanTensors(PlanAddresses):
     """Tensors of a plan in one run of memory, made when first used: kernels need none.
 
     ``row_to_slots`` and ``weights`` are in order of source, ``token_to_ranks`` in order of ``PlannedRows.held``; see
@@ -99,31 +123,23 @@ class PlanTensors:
         shape: sizes and offsets.
         memory: int64; has this plan's tensors, and perhaps those of others.
         address: of the first.
-        num_rows_per_expert: see ``PlannedRows``.
+        num_rows_per_expert: rows of each local expert, int64 (num_local_experts,), padding not counted.
     """
+
+    address: int
 
     def __init__(
         self, shape: PlanShape, memory: torch.Tensor, first: int = 0, counts: torch.Tensor | None = None
     ) -> None:
         """Place the tensors behind the first elements of the memory; ``counts`` are ``num_rows_per_expert``."""
         self.shape, self.memory, self._first = shape, memory, first
-        self.address: int = memory.data_ptr() + 8 * first
+        self.address = memory.data_ptr() + 8 * first
         self.num_rows_per_expert = memory[first : first + shape.num_local_experts] if counts is None else counts
 
     @classmethod
     def of(cls, shape: PlanShape, device: torch.device) -> PlanTensors:
         """Return the tensors of one plan, in memory of their own."""
         return cls(shape, torch.empty(shape.offsets["end"] // 8, dtype=torch.int64, device=device))
-
-    @property
-    def addresses(self) -> RowAddresses:
-        at, first, shape = self.shape.offsets, self.address, self.shape
-        weights = first + at["weights"] if shape.weight_dtype else 0
-        return RowAddresses(first + at["row_to_slots"], weights, first + at["token_to_ranks"])
-
-    def address_of(self, name: str) -> int:
-        """Return the address of a tensor."""
-        return self.address + self.shape.offsets[name]
 
     @cached_property
     def row_to_slots(self) -> torch.Tensor:
@@ -187,30 +203,70 @@ class PlannedRows:
     first_row: tuple[int, ...]
     held: tuple[int, ...]  # the sources with rows in this rank's pool; this rank first
     num_topk: int  # experts per token (top-k)
-    tables: PlanTensors  # the tensors of the following properties
+    tables: PlanAddresses  # the tensors
+
+    def at(self, address: Number) -> PlannedRows:
+        """Return the same with tensors that begin at another address."""
+        return planned_at(self.first_row, self.held, self.tables.shape, address)
+
+    def num_rows_of(self, source: int) -> int:
+        """Return the rows of a source."""
+        return self.first_row[source + 1] - self.first_row[source]
+
+    def run_of(self, runs: Runs, local: int) -> HeldRows | None:
+        """Return some of the rows, if they follow each other; ``local`` is this rank's index in the node."""
+        joined, marks = self.joined(runs, local)
+        if len(joined) > 1 or len(marks) > 1:
+            return None
+        begin, mark = (of[0][0] if of else 0 for of in (joined, marks))
+        first_pair, weight_bytes = begin * self.num_topk, self.tables.shape.weight_bytes
+        addresses = self.tables.behind((4 * first_pair, weight_bytes * first_pair, 4 * mark))
+        return HeldRows(ends_of(runs), addresses, self.num_topk, weight_bytes)
+
+    def joined(self, runs: Runs, local: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return first and end of runs of some of the rows: in ``row_to_slots``, and in ``token_to_ranks``."""
+        before = dict(zip(self.held, itertools.accumulate(map(self.num_rows_of, self.held), initial=0), strict=False))
+        pieces = ((self.first_row[src], first, end) for of_rank in runs for src, first, end in of_rank)
+        marks = ((before[src], first, end) for src, first, end in runs[local])
+        return _joined(pieces), _joined(marks)
 
     @property
-    def weights(self) -> torch.Tensor | None:
-        """Weights of pairs, see ``PlanTensors``."""
-        return self.tables.weights
+    def all_rows(self) -> HeldRows:
+        """All rows, in order of source; with one node, ranks hold them so."""
+        return HeldRows(self.first_row, self.tables.addresses, self.num_topk, self.tables.shape.weight_bytes)
 
-    @property
-    def num_rows_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert, int64 (num_local_experts,), padding not counted."""
-        return self.tables.num_rows_per_expert
 
-    @property
-    def num_rows_needed(self) -> torch.Tensor:
-        """Slots that all rows need, padding included, even if there are fewer: int32 (1,).
+def ends_of(runs: Runs) -> tuple[int, ...]:
+    """Return 0 and the numbers of rows of the first rank, of the first two, ...
 
-        With ``PlanTerms.rows_per_expert`` the rows of the expert with the most.
-        """
-        return self.tables.num_rows_needed
+    >>> ends_of([[(0, 2, 5), (3, 0, 1)], [], [(1, 0, 2)]])
+    (0, 4, 4, 6)
+    """
+    return (0, *itertools.accumulate(sum(end - first for _, first, end in of_rank) for of_rank in runs))
 
-    @property
-    def num_dropped_per_expert(self) -> torch.Tensor:
-        """Rows of each local expert that have no slot, int32 (num_local_experts,)."""
-        return self.tables.num_dropped_per_expert
+
+def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the runs, first and end, of pieces that follow each other; empty pieces are left out.
+
+    A piece has the place of its source's rows, and the first and the end of them.
+
+    >>> _joined([(0, 2, 4), (0, 4, 4), (9, 0, 0), (4, 0, 3), (4, 4, 5)])
+    [(2, 7), (8, 9)]
+    """
+    runs: list[tuple[int, int]] = []
+    for first, end in ((place + begin, place + end) for place, begin, end in pieces):
+        if first == end:
+            continue
+        if runs and runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((first, end))
+    return runs
+
+
+def planned_at(first_row: tuple[int, ...], held: tuple[int, ...], shape: PlanShape, address: Number) -> PlannedRows:
+    """Return a plan whose tensors begin at an address."""
+    return PlannedRows(first_row=first_row, held=held, num_topk=shape.num_topk, tables=PlanAddresses(shape, address))
 
 
 @cache
@@ -244,9 +300,9 @@ def plan_slots(
     plan: PlannedRows,
     published: Sequence[PublishedRouting],
     terms: PlanTerms,
-    ticket: int,
-) -> PreparedLaunch:
-    """Exchange routing within the node, fill the plan's tensors, and return the launch.
+    ticket: Number,
+) -> KernelCall:
+    """Exchange routing within the node, and fill the plan's tensors.
 
     ``plan`` has the sizes, and tensors for the results. ``published`` has an entry for each node. ``ticket`` is the
     number of the report; 0 if the host does not wait for it.
@@ -254,28 +310,20 @@ def plan_slots(
     ids, made = published[0].topk_idx, plan.tables
     key = ("plan", plan.first_row, plan.held, plan.num_topk, ids.element_size(), made.shape.weight_bytes, *terms)
     prepared = launcher.prepared.use(key) or _prepare(launcher, tables, plan, published, terms, key)
-    arguments = prepared.arguments
-    for node, routing in enumerate(published):
-        arguments.topk_idx[node] = routing.topk_idx.data_ptr()
-        arguments.topk_weights[node] = address(routing.topk_weights)
-    arguments.row_to_slots, arguments.row_weights, arguments.token_to_ranks = made.addresses
-    arguments.num_rows_per_expert = made.address
-    arguments.block_to_first_slot = made.address_of("block_to_first_slot")
-    arguments.ticket = ticket
-    prepared.launch(launcher.stream)
-    return prepared
-
-
-def plan_fields(shape: PlanShape, memory: int, topk_idx: int, topk_weights: int) -> list[Field]:
-    """Return the fields that change if a plan is repeated, by the indices of their values.
-
-    ``memory`` is the address of its tensors; the ticket is the first value.
-    """
-    made = {"num_rows_per_expert": "num_rows_per_expert", "row_weights": "weights"}
-    made |= {name: name for name in ("row_to_slots", "block_to_first_slot", "token_to_ranks")}
-    fields = [Field("ticket", TICKET), Field("topk_idx", topk_idx)]
-    fields += [Field(field, memory, shape.offsets[name]) for field, name in made.items()]
-    return [*fields, Field("topk_weights", topk_weights)] if shape.weight_dtype else fields
+    row_to_slots, row_weights, token_to_ranks = made.addresses
+    return KernelCall(
+        prepared,
+        {
+            "topk_idx": [routing.topk_idx.data_ptr() for routing in published],
+            "topk_weights": [address(routing.topk_weights) for routing in published],
+            "row_to_slots": row_to_slots,
+            "row_weights": row_weights,
+            "token_to_ranks": token_to_ranks,
+            "num_rows_per_expert": made.address_of("num_rows_per_expert"),
+            "block_to_first_slot": made.address_of("block_to_first_slot"),
+            "ticket": ticket,
+        },
+    )
 
 
 def _prepare(

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fusco.control.flags import Flags
-from fusco.cuda.kernels.abi import I32, POINTER, U64, address, pinned, struct
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.kernels.repeated_launches import Field
+from fusco.cuda.kernels.abi import I32, POINTER, U64, Memory, Number, address, pinned, struct
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.kernels.spares import SpareLimit, Spares, num_together
 from fusco.cuda.tuning import PLAN_FORWARDING_THREADS
-from fusco.planner.routing import Routing
 
 _LOW_HALF = 0xFFFFFFFF
 _ID_BYTES = 4  # of ids in messages
@@ -112,7 +110,22 @@ class ForwardingTerms(NamedTuple):
     ticket: int  # the number of the launch, below 2**32; 0 if the host does not wait for it
 
 
-class ForwardingTensors:
+class ForwardingAddresses:
+    """Addresses of the tokens that a rank sends to other nodes, and of their places; see ``ForwardingTensors``."""
+
+    def __init__(self, address: Number, num_nodes: int, num_tokens: int) -> None:
+        self.address, self.num_nodes, self.num_tokens = address, num_nodes, num_tokens
+
+    def tokens(self, node: int, first: int = 0) -> Number:
+        """Return the address of the tokens for a node, from the one at a place on."""
+        return self.address + 4 * (node * (self.num_tokens + 1) + first)
+
+    def places(self, node: int) -> Number:
+        """Return the address of the places of tokens for a node."""
+        return self.address + 4 * (self.num_nodes * (self.num_tokens + 1) + node * self.num_tokens)
+
+
+class ForwardingTensors(ForwardingAddresses):
     """The tokens that a rank sends to other nodes, in one tensor. No kernel needs views.
 
     Attributes:
@@ -120,22 +133,16 @@ class ForwardingTensors:
             token among those for a node, (N, T), -1 for none.
     """
 
+    address: int
+
     def __init__(self, memory: torch.Tensor, num_nodes: int, num_tokens: int) -> None:
-        self.memory, self.num_nodes, self.num_tokens = memory, num_nodes, num_tokens
-        self.address: int = memory.data_ptr()
+        super().__init__(memory.data_ptr(), num_nodes, num_tokens)
+        self.memory = memory
 
     @staticmethod
     def num_elements(num_nodes: int, num_tokens: int) -> int:
         """Return the elements of ``memory``."""
         return num_nodes * (2 * num_tokens + 1)
-
-    def offset_of_tokens(self, node: int, first: int = 0) -> int:
-        """Return the offset, in bytes, of the tokens for a node, from the one at a place on."""
-        return 4 * (node * (self.num_tokens + 1) + first)
-
-    def offset_of_places(self, node: int) -> int:
-        """Return the offset, in bytes, of the places of tokens for a node."""
-        return 4 * (self.num_nodes * (self.num_tokens + 1) + node * self.num_tokens)
 
     @property
     def node_to_tokens(self) -> torch.Tensor:
@@ -147,11 +154,12 @@ class ForwardingTensors:
 
 
 class ForwardingMemory(Spares[ForwardingTensors]):
-    """Memory for plans of the sizes of another one."""
+    """Memory for plans of the same sizes."""
 
-    def __init__(self, plan: ForwardingTensors, limit: SpareLimit) -> None:
+    def __init__(self, device: torch.device, sizes: tuple[int, int], limit: SpareLimit) -> None:
+        """``sizes`` are the numbers of nodes and of tokens."""
         super().__init__(limit)
-        self._device, self._sizes = plan.memory.device, (plan.num_nodes, plan.num_tokens)
+        self._device, self._sizes = device, sizes
 
     def _allocate(self) -> list[ForwardingTensors]:
         size = ForwardingTensors.num_elements(*self._sizes)
@@ -159,54 +167,55 @@ class ForwardingMemory(Spares[ForwardingTensors]):
         return [ForwardingTensors(of_plan, *self._sizes) for of_plan in memory.unbind()]
 
 
-class LaunchedForwarding(NamedTuple):
-    """Result of ``plan_forwarding``, once the device has made it."""
+class PackedForwarding(NamedTuple):
+    """Where ``plan_forwarding`` writes."""
 
-    plan: ForwardingTensors
-    # uint8 (num_nodes - 1, ...), for each other node, ascending: weights, then int32 ids, of as many rows as are sent
-    messages: torch.Tensor
-    launch: PreparedLaunch
+    plan: ForwardingAddresses
+    # address of uint8 (num_nodes - 1, message_bytes), for each other node, ascending: weights, then int32 ids, of as
+    # many rows as are sent
+    messages: Number
+
+
+def message_bytes(terms: ForwardingTerms, routing_shape: tuple[int, ...], weight_bytes: int) -> int:
+    """Return the bytes of a message with the routing of as many rows as are sent to a node, a multiple of 16."""
+    num_tokens, num_topk = routing_shape
+    max_rows = num_tokens if terms.max_rows is None else terms.max_rows
+    return max(1, -(-max_rows * num_topk * (_ID_BYTES + weight_bytes) // _ALIGNMENT)) * _ALIGNMENT
 
 
 def plan_forwarding(
     launcher: Launcher,
-    routing: Routing,
+    published: tuple[Memory, Memory | None],
+    topk_shape: tuple[int, ...],
     expert_to_node: torch.Tensor,
     summary: ForwardingSummary,
     terms: ForwardingTerms,
-) -> LaunchedForwarding:
+    made: PackedForwarding,
+    ticket: Number,
+) -> KernelCall:
     """Plan what a rank sends to each other node, and pack the routing of it; the kernel writes ``summary``.
 
-    ``routing`` is contiguous, with weights of float32 or float64; an id that is not an expert counts as none.
-    ``expert_to_node`` is int32 (num_experts,).
+    ``published`` are ids and weights (num_tokens, num_topk), contiguous, weights float32 or float64; an id that is not
+    an expert counts as none. ``expert_to_node`` is int32 (num_experts,). ``ticket`` is that of the terms.
 
     See the twin.
     """
-    topk_idx, weights, num_nodes = routing.topk_idx, routing.topk_weights, summary.num_nodes
+    topk_idx, weights = published
     weight_bytes = 0 if weights is None else weights.element_size()
     made_for = (summary.address, summary.own_node, expert_to_node.data_ptr())
-    key = ("plan_forwarding", topk_idx.shape, topk_idx.element_size(), weight_bytes, *made_for, *terms[:-1])
+    key = ("plan_forwarding", topk_shape, topk_idx.element_size(), weight_bytes, *made_for, *terms[:-1])
     prepared = launcher.prepared.use(key) or _prepare(launcher, key, expert_to_node, summary, terms)
-    arguments, num_tokens = prepared.arguments, routing.num_tokens
-    memory = topk_idx.new_empty(ForwardingTensors.num_elements(num_nodes, num_tokens), dtype=torch.int32)
-    plan = ForwardingTensors(memory, num_nodes, num_tokens)
-    messages = topk_idx.new_empty(num_nodes - 1, arguments.message_bytes, dtype=torch.uint8)
-    arguments.topk_idx, arguments.topk_weights = topk_idx.data_ptr(), address(weights)
-    arguments.node_to_tokens, arguments.token_to_place = plan.address, plan.address + plan.offset_of_places(0)
-    arguments.messages, arguments.ticket = messages.data_ptr(), terms.ticket
-    prepared.launch(launcher.stream)
-    return LaunchedForwarding(plan, messages, prepared)
-
-
-def forwarding_fields(
-    plan: ForwardingTensors, memory: int, topk_idx: int, topk_weights: int, ticket: int
-) -> list[Field]:
-    """Return the fields that change if the launch is repeated, by the indices of their values.
-
-    ``memory`` is the address of another plan's memory, of the same sizes as ``plan``.
-    """
-    fields = [Field("topk_idx", topk_idx), Field("topk_weights", topk_weights), Field("ticket", ticket)]
-    return [*fields, Field("node_to_tokens", memory), Field("token_to_place", memory, plan.offset_of_places(0))]
+    return KernelCall(
+        prepared,
+        {
+            "topk_idx": topk_idx.data_ptr(),
+            "topk_weights": address(weights),
+            "node_to_tokens": made.plan.tokens(0),
+            "token_to_place": made.plan.places(0),
+            "messages": made.messages,
+            "ticket": ticket,
+        },
+    )
 
 
 def _prepare(
@@ -217,17 +226,15 @@ def _prepare(
     terms: ForwardingTerms,
 ) -> PreparedLaunch:
     _, (num_tokens, num_topk), id_bytes, weight_bytes, *_ = key
-    max_rows = num_tokens if terms.max_rows is None else terms.max_rows
-    num_bytes = max_rows * num_topk * (_ID_BYTES + weight_bytes)
     arguments = ForwardingArgs(
         expert_to_node=expert_to_node.data_ptr(),
         summary=summary.address,
-        message_bytes=max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT,
+        message_bytes=message_bytes(terms, (num_tokens, num_topk), weight_bytes),
         num_tokens=num_tokens,
         num_experts=len(expert_to_node),
         num_nodes=summary.num_nodes,
         own_node=summary.own_node,
-        max_rows=max_rows,
+        max_rows=num_tokens if terms.max_rows is None else terms.max_rows,
         is_fixed=int(terms.max_rows is not None),
         is_overflow_reported=int(terms.is_overflow_reported),
         sends_invalid_ids=int(terms.sends_invalid_ids),

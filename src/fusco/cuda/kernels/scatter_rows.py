@@ -11,10 +11,9 @@ import torch
 
 from fusco.cuda.kernels.abi import I32, I64, POINTER, U64, WARP_SIZE, Memory, Payload, struct, vector_bytes
 from fusco.cuda.kernels.comm import comm_type
-from fusco.cuda.kernels.held_rows import FROM_FIRST_ROW, HeldRows, RowAddresses, longest_of
-from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
-from fusco.cuda.kernels.plan import PlannedRows, PlanShape
-from fusco.cuda.kernels.repeated_launches import Field
+from fusco.cuda.kernels.held_rows import HeldRows, longest_of
+from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
+from fusco.cuda.kernels.plan import PlannedRows
 from fusco.cuda.tuning import SCATTER_UNROLL, are_streamed, scatter_parts, scatter_senders, scatter_threads
 
 
@@ -57,47 +56,35 @@ def scatter_rows(
     payloads: Sequence[Payload],
     received: Sequence[int],
     terms: ScatterTerms,
-) -> PreparedLaunch:
+) -> KernelCall:
     """Write this rank's rows, and those that its peers push, to their slots.
 
     ``plan`` has the offsets of blocks, ``held`` the rows and their slots, ``payloads`` the rows of this rank and the
     outputs. ``received`` is the offset, in every rank's arena, of each payload of the rows that each rank pushes: all
-    payloads of rank 0, then of rank 1, ... Returns the launch, whose grid is the number of SMs that it takes.
+    payloads of rank 0, then of rank 1, ... The grid is the number of SMs that it takes.
     """
     num_local_experts = plan.tables.shape.num_local_experts if terms.clears_padding else 0
     row_bytes, routing = tuple(payload.row_bytes for payload in payloads), terms.routing
     of_ids = (routing.topk_idx.element_size(), len(routing.expert_to_rank)) if routing else (0, 0)
     key = ("scatter_rows", held.first_row, held.num_topk, num_local_experts, row_bytes, terms.num_sms, of_ids)
     prepared = launcher.prepared.use(key) or _prepare(launcher, key)
-    arguments = prepared.arguments
-    prepared.set_table("rows", [payload.address for payload in payloads])
-    prepared.set_table("outputs", [payload.output_address for payload in payloads])
-    prepared.set_table("received", received)
-    arguments.row_to_slots, _, arguments.token_to_ranks = held.addresses
-    arguments.block_to_first_slot = plan.tables.address_of("block_to_first_slot")
-    arguments.num_slots = payloads[0].num_output_rows
-    arguments.num_rows_per_expert = plan.tables.address
-    arguments.topk_idx, arguments.expert_to_rank = (each.data_ptr() for each in routing) if routing else (0, 0)
-    prepared.launch(launcher.stream)
-    return prepared
-
-
-def scatter_fields(
-    shape: PlanShape, memory: int, outputs: Sequence[int], num_slots: int, run: RowAddresses = FROM_FIRST_ROW
-) -> list[Field]:
-    """Return the fields that change if a dispatch is repeated, but for its input, by the indices of their values.
-
-    ``memory`` is the address of the plan's tensors, ``run`` where in them the rows are; outputs have an entry for each
-    payload.
-    """
-    offsets = {name: shape.offsets[name] for name in ("block_to_first_slot", "num_rows_per_expert")}
-    offsets["row_to_slots"] = shape.offsets["row_to_slots"] + run.row_to_slots
-    offsets["token_to_ranks"] = shape.offsets["token_to_ranks"] + run.token_to_ranks
-    return [
-        *(Field("outputs", value, entry=payload) for payload, value in enumerate(outputs)),
-        *(Field(name, memory, offset) for name, offset in offsets.items()),
-        Field("num_slots", num_slots),
-    ]
+    row_to_slots, _, token_to_ranks = held.addresses
+    topk_idx, expert_to_rank = (each.data_ptr() for each in routing) if routing else (0, 0)
+    return KernelCall(
+        prepared,
+        {
+            "rows": [payload.address for payload in payloads],
+            "outputs": [payload.output_address for payload in payloads],
+            "received": received,
+            "row_to_slots": row_to_slots,
+            "token_to_ranks": token_to_ranks,
+            "block_to_first_slot": plan.tables.address_of("block_to_first_slot"),
+            "num_rows_per_expert": plan.tables.address_of("num_rows_per_expert"),
+            "num_slots": payloads[0].num_output_rows,
+            "topk_idx": topk_idx,
+            "expert_to_rank": expert_to_rank,
+        },
+    )
 
 
 def _prepare(launcher: Launcher, key: tuple[Any, ...]) -> PreparedLaunch:

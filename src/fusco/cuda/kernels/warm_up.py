@@ -10,7 +10,7 @@ import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels import weight_gradients
-from fusco.cuda.kernels.abi import Payload
+from fusco.cuda.kernels.abi import Payload, RowsAt
 from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.compiler import Compiler
@@ -73,7 +73,7 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     weights = torch.zeros(1, shape.num_topk, dtype=torch.float32, device="cpu")
     ids = torch.zeros(1, shape.num_topk, dtype=torch.int64, device="cpu")
     rows = torch.zeros(1, shape.hidden, dtype=shape.dtype, device="cpu")
-    payload = Payload(address=0, row_bytes=rows.nbytes)
+    payload, at = Payload(address=0, row_bytes=rows.nbytes), RowsAt.of(rows)
     for num_rows in ROWS_OF_EACH_SHAPE:
         plan = _plan_of(shape, num_rows, weights)
         tables = _tables(launcher.num_ranks)
@@ -82,7 +82,7 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
         terms = ScatterTerms(clears_padding=False, num_sms=None, routing=routing)
         scatter_rows(launcher, plan, plan.all_rows, [payload], [0] * shape.num_ranks, terms)
         for is_weighted in (True, False):  # of combine, and of dispatch's backward
-            combine_rows(launcher, plan.all_rows, rows, shape.dtype, rows, is_weighted=is_weighted, num_sms=None)
+            combine_rows(launcher, plan.all_rows, at, shape.dtype, at, is_weighted=is_weighted, num_sms=None)
         # of dispatch_again and of combine's backward
         scatter_rows(launcher, plan, plan.all_rows, [payload], [0] * shape.num_ranks, terms._replace(routing=None))
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,7 +12,7 @@ from fusco.core.errors import TransportError
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.abi import address
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
-from fusco.cuda.kernels.plan import PlannedRows
+from fusco.cuda.kernels.plan import PlannedRows, PlanTensors, Runs, ends_of
 
 SEVERAL_STREAMS = -1  # no stream has this handle
 _Key = TypeVar("_Key", bound=Hashable)
@@ -42,6 +40,7 @@ def capture_number() -> int:
 class DevicePlan(PlannedRows):
     """See ``fusco.engine.base.Plan``."""
 
+    tables: PlanTensors
     rank: int  # the rank that the plan is for
     placement: ExpertPlacement  # the experts of each rank
     num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
@@ -57,9 +56,6 @@ class DevicePlan(PlannedRows):
         """All memory of the plan on the device, including what was made so far for weights and gradients."""
         return [self.tables.memory, *self._by_slot.values()]
 
-    def num_rows_of(self, source: int) -> int:
-        return self.first_row[source + 1] - self.first_row[source]
-
     @property
     def num_tokens(self) -> int:
         return self.num_rows_of(self.rank)
@@ -71,34 +67,32 @@ class DevicePlan(PlannedRows):
         return torch.tensor(memoryview(self.reported_counts).cast("i").tolist(), dtype=torch.int64, device="cpu")
 
     @property
-    def all_rows(self) -> HeldRows:
-        """All rows, in order of source; with one node, ranks hold them so."""
-        return HeldRows(self.first_row, self.tables.addresses, self.num_topk, self.tables.shape.weight_bytes)
+    def weights(self) -> torch.Tensor | None:
+        """Weights of pairs, see ``PlanTensors``."""
+        return self.tables.weights
 
-    def rows_of(self, runs: Sequence[Sequence[tuple[int, int, int]]], local: int) -> HeldRows:
-        """Return some of the rows; copied unless they follow each other in the plan.
+    @property
+    def num_rows_per_expert(self) -> torch.Tensor:
+        return self.tables.num_rows_per_expert
 
-        ``runs`` has, for each rank of the node, the rows that it holds, in order: (source, first, end).
-        """
-        tables, weight_bytes = self.tables, self.tables.shape.weight_bytes
-        places = [[(self.first_row[src] + first, self.first_row[src] + end) for src, first, end in of] for of in runs]
-        first_row = [0]
-        for of_rank in places:
-            first_row.append(first_row[-1] + sum(end - first for first, end in of_rank))
-        before = dict(zip(self.held, itertools.accumulate(map(self.num_rows_of, self.held), initial=0), strict=False))
-        joined = _joined(piece for of_rank in places for piece in of_rank)
-        marks = _joined((before[src] + first, before[src] + end) for src, first, end in runs[local])
-        if len(joined) <= 1 and len(marks) <= 1:
-            begin, mark = (of[0][0] if of else 0 for of in (joined, marks))
-            first_pair = begin * self.num_topk
-            offsets = RowAddresses(4 * first_pair, weight_bytes * first_pair, 4 * mark)
-            addresses = RowAddresses(*map(operator.add, tables.addresses, offsets))
-            return HeldRows(tuple(first_row), addresses, self.num_topk, weight_bytes, offsets)
+    @property
+    def num_rows_needed(self) -> torch.Tensor:
+        return self.tables.num_rows_needed
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        return self.tables.num_dropped_per_expert
+
+    def rows_of(self, runs: Runs, local: int) -> HeldRows:
+        """Return some of the rows; copied unless they follow each other in the plan. See ``run_of``."""
+        if (in_run := self.run_of(runs, local)) is not None:
+            return in_run
+        tables, (joined, marks) = self.tables, self.joined(runs, local)
         slots, ranks = _concatenated(tables.row_to_slots, joined), _concatenated(tables.token_to_ranks, marks)
         weights = None if tables.weights is None else _concatenated(tables.weights, joined)
         addresses = RowAddresses(slots.data_ptr(), address(weights), ranks.data_ptr())
         copies = (slots, ranks) if weights is None else (slots, weights, ranks)
-        return HeldRows(tuple(first_row), addresses, self.num_topk, weight_bytes, tensors=copies)
+        return HeldRows(ends_of(runs), addresses, self.num_topk, tables.shape.weight_bytes, tensors=copies)
 
     @property
     def slot_weights(self) -> torch.Tensor:
@@ -152,23 +146,6 @@ class DevicePlan(PlannedRows):
         slots = self.tables.row_to_slots
         slots = torch.where(slots < 0, self.num_slots, slots).long()
         return values.new_zeros(self.num_slots + 1).scatter_(0, slots.view(-1), values.reshape(-1))[:-1]
-
-
-def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the runs, first and end, of pieces that follow each other; empty pieces are left out.
-
-    >>> _joined([(2, 4), (4, 4), (9, 9), (4, 7), (8, 9)])
-    [(2, 7), (8, 9)]
-    """
-    runs: list[tuple[int, int]] = []
-    for first, end in pieces:
-        if first == end:
-            continue
-        if runs and runs[-1][1] == first:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((first, end))
-    return runs
 
 
 def _concatenated(values: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from fusco.core.rows import wants_grad
-from fusco.cuda.within_node.device_plan import DevicePlan
+from fusco.cuda.kernels.plan import PlanShape
 from fusco.engine.base import DispatchRequest
 
 # Rows of a bound that are not needed take memory as long as the output lives: without gradients, to the end of a layer.
@@ -43,15 +43,16 @@ def affordable_bound(
     return bound if extra_bytes <= (MAX_EXTRA_BYTES_WITH_GRADIENTS if needs_grad else MAX_EXTRA_BYTES) else None
 
 
-def affordable_bound_of(plan: DevicePlan, request: DispatchRequest, row_bytes: Sequence[int]) -> int | None:
-    """Return the rows of an output that is large enough for any plan of this size; see ``affordable_bound``."""
-    shape = plan.tables.shape
+def affordable_bound_of(
+    shape: PlanShape, num_ranks: int, request: DispatchRequest, row_bytes: Sequence[int]
+) -> int | None:
+    """Return the rows of an output that is large enough for any plan of this shape; see ``affordable_bound``."""
     needs_grad = wants_grad(request.payloads[0])  # of several payloads none does
     return affordable_bound(
         shape.num_rows * shape.num_topk,
         shape.num_local_experts,
         request.expert_alignment,
-        len(plan.first_row) - 1,
+        num_ranks,
         sum(row_bytes),
         needs_grad=needs_grad,
     )

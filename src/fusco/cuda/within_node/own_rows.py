@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -14,9 +13,10 @@ from fusco.core.profile import Call
 from fusco.core.recent import Recent
 from fusco.core.rows import expert_rows_shape, row_bytes
 from fusco.cuda.context import CudaContext
-from fusco.cuda.kernels.abi import Payload
+from fusco.cuda.kernels.abi import Memory, Payload
 from fusco.cuda.kernels.held_rows import HeldRows
-from fusco.cuda.kernels.launcher import PreparedLaunch
+from fusco.cuda.kernels.launcher import KernelCall
+from fusco.cuda.kernels.plan import PlannedRows
 from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
 from fusco.cuda.within_node.device_plan import DevicePlan
 
@@ -29,18 +29,9 @@ class Transfer:
     launch: Launch  # launch options
     stream: torch.cuda.Stream  # the stream for all launches
     call: Call  # counts times and SMs
-    launched: list[PreparedLaunch] = field(default_factory=list)  # the kernels launched so far
 
     def __post_init__(self) -> None:
         self.row_bytes = tuple(map(row_bytes, self.payloads))
-
-
-class Planning(NamedTuple):
-    """Plan of rows that is launched right before they are scattered."""
-
-    launch: Callable[[], object]  # launches it
-    # the routing of this rank if rows are pushed while the plan is made; see ``OwnRouting``
-    topk_idx: torch.Tensor | None
 
 
 class OwnRows:
@@ -56,12 +47,10 @@ class OwnRows:
         held: HeldRows,
         transfer: Transfer,
         num_slots: int | None = None,
-        planning: Planning | None = None,
     ) -> list[torch.Tensor]:
         """Return the outputs, filled with the tokens of this node's ranks.
 
-        They have ``num_slots`` rows, by default those of the plan. If the plan is not launched yet, ``planning``
-        launches it, as late as possible: the device should not be idle between the two.
+        They have ``num_slots`` rows, by default those of the plan.
         """
         if num_slots is None:
             num_slots = plan.num_slots
@@ -71,9 +60,7 @@ class OwnRows:
             Payload(payload.data_ptr(), size, output.data_ptr(), num_slots)
             for payload, size, output in zip(transfer.payloads, transfer.row_bytes, outputs, strict=True)
         ]
-        if planning:
-            planning.launch()
-        self.scatter_held("own rows", plan, held, moved, transfer, planning.topk_idx if planning else None)
+        self.scatter_held("own rows", plan, held, moved, transfer)
         return outputs
 
     def scatter_held(
@@ -83,19 +70,32 @@ class OwnRows:
         held: HeldRows,
         payloads: Sequence[Payload],
         transfer: Transfer,
-        topk_idx: torch.Tensor | None = None,
     ) -> None:
-        """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward.
+        """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward."""
+        stream, num_sms = transfer.stream, transfer.launch.num_sms
+        call = self.call(plan, held, payloads, stream, num_sms, clears_padding=what == "own rows")
+        self._context.timeline.timed("scatter", what, stream, call.launch, stream.cuda_stream)
+        transfer.call.profile.count_sms(call.grid)
+
+    def call(
+        self,
+        plan: PlannedRows,
+        held: HeldRows,
+        payloads: Sequence[Payload],
+        stream: torch.cuda.Stream,
+        num_sms: int | None,
+        *,
+        clears_padding: bool = True,
+        topk_idx: Memory | None = None,
+    ) -> KernelCall:
+        """Return the kernel that scatters rows.
 
         ``topk_idx`` is their routing if they are pushed while their plan, the launch before this one, is made.
         """
-        context, received = self._context, self._received(held.first_row, transfer.row_bytes)
+        context, received = self._context, self._received(held.first_row, tuple(of.row_bytes for of in payloads))
         routing = None if topk_idx is None else OwnRouting(topk_idx, context.tables.expert_to_rank)
-        terms = ScatterTerms(what == "own rows", transfer.launch.num_sms, routing)
-        arguments = (context.launcher(transfer.stream), plan, held, payloads, received, terms)
-        launched = context.timeline.timed("scatter", what, transfer.stream, scatter_rows, *arguments)
-        transfer.launched.append(launched)
-        transfer.call.profile.count_sms(launched.grid)
+        terms = ScatterTerms(clears_padding, num_sms, routing)
+        return scatter_rows(context.launcher(stream), plan, held, payloads, received, terms)
 
     def _received(self, first_row: tuple[int, ...], row_bytes: tuple[int, ...]) -> list[int]:
         """Return the offsets of all payloads of the rows that ranks push, rank by rank."""

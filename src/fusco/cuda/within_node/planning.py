@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fusco.core.config import StaticRows
 from fusco.core.errors import RejectedInputError, RowOverflowError, Stall
 from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.kernels.abi import Memory, ticket_after
-from fusco.cuda.kernels.launcher import PreparedLaunch
-from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
+from fusco.cuda.kernels.abi import Memory, Number, ticket_after
+from fusco.cuda.kernels.launcher import KernelCall
+from fusco.cuda.kernels.plan import (
+    PlannedRows,
+    PlanShape,
+    PlanTensors,
+    PlanTerms,
+    PublishedRouting,
+    plan_slots,
+    planned_at,
+)
 from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
 from fusco.engine.base import DispatchRequest
+from fusco.planner.routing import Routing
 
 _Plan = TypeVar("_Plan", bound=DevicePlan)
+
+
+class PlanSizes(NamedTuple):
+    """Numbers of rows of a plan; see ``PlannedRows``."""
+
+    first_row: tuple[int, ...]
+    held: tuple[int, ...]
+    shape: PlanShape
+
+    def at(self, address: Number) -> PlannedRows:
+        """Return a plan whose tensors begin at an address."""
+        return planned_at(self.first_row, self.held, self.shape, address)
+
 
 _NO_LIMIT = 2**31 - 1
 _CLAMPED = 2**31 - 1  # the kernel clamps ids outside int32 to +-(2**31 - 1)
@@ -31,7 +54,7 @@ class DevicePlanner:
         self._context, self._arena, self._placement = context, context.arena, context.placement
         self.ticket = 0  # of the latest plan
         self._reported_counts = context.tables.reported_counts.numpy()
-        self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
+        self._sizes: Recent[tuple[object, ...], PlanSizes] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
         self._published_sources = (rank, *counterparts)
@@ -48,21 +71,29 @@ class DevicePlanner:
 
         ``num_rows`` are the rows of each source on this node, ``held`` the sources whose rows this rank forwards.
         """
-        static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
-        key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
-        first_row, holders, shape = self._sizes.use(key) or self._find_sizes(key)
+        sizes, static = self.sizes_of(request.routing, num_rows, held), request.static
         return plan_type(
-            rank=holders[0],
-            placement=self._placement,
-            first_row=first_row,
-            held=holders,
-            num_topk=num_topk,
-            num_slots=static.num_slots(shape.num_local_experts) if static else 0,
-            rows_per_expert=static.rows_per_expert if static else None,
-            tables=PlanTensors.of(shape, self._arena.device),
-            stream=stream.cuda_stream,
+            tables=self.new_tables(sizes),
+            num_slots=static.num_slots(sizes.shape.num_local_experts) if static else 0,
             capture=capture_number(),
+            **self.fields_of(sizes, static, stream),
         )
+
+    def new_tables(self, sizes: PlanSizes) -> PlanTensors:
+        """Return memory for a plan alone."""
+        return PlanTensors.of(sizes.shape, self._arena.device)
+
+    def fields_of(self, sizes: PlanSizes, static: StaticRows | None, stream: torch.cuda.Stream) -> dict[str, Any]:
+        """Return the fields that all plans of these sizes on a stream have in common."""
+        return {
+            "rank": self._arena.rank,
+            "placement": self._placement,
+            "first_row": sizes.first_row,
+            "held": sizes.held,
+            "num_topk": sizes.shape.num_topk,
+            "rows_per_expert": static.rows_per_expert if static else None,
+            "stream": stream.cuda_stream,
+        }
 
     def launch(
         self,
@@ -70,30 +101,41 @@ class DevicePlanner:
         request: DispatchRequest,
         routing: Sequence[tuple[Memory, Memory | None]],
         stream: torch.cuda.Stream,
+    ) -> None:
+        """Make a plan on the device; see ``call``."""
+        number = self.next_ticket()
+        call = self.call(plan, request, routing, stream, 0 if request.static else number)
+        self._context.timeline.timed("plan", "slots", None, call.launch, stream.cuda_stream)
+
+    def call(
+        self,
+        plan: PlannedRows,
+        request: DispatchRequest,
+        routing: Sequence[tuple[Memory, Memory | None]],
+        stream: torch.cuda.Stream,
+        ticket: Number,
         *,
         is_followed_early: bool = False,
-    ) -> PreparedLaunch:
-        """Make a plan on the device.
+    ) -> KernelCall:
+        """Return the kernel that makes a plan.
 
-        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes;
-        for ``is_followed_early`` see ``PlanTerms``.
+        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes.
+        ``ticket`` is from ``next_ticket``, or 0 for static rows; for ``is_followed_early`` see ``PlanTerms``.
         """
-        number, static = self.next_ticket(), request.static
+        static = request.static
         published = [
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
         ]
         terms = PlanTerms(
             request.expert_alignment,
-            max_slots=plan.num_slots if static else _NO_LIMIT,
+            max_slots=static.num_slots(plan.tables.shape.num_local_experts) if static else _NO_LIMIT,
             is_overflow_reported=static is not None and static.on_overflow == "raise",
             num_sms=request.launch.num_sms,
-            rows_per_expert=plan.rows_per_expert or 0,
+            rows_per_expert=(static and static.rows_per_expert) or 0,
             is_followed_early=is_followed_early,
         )
-        context = self._context
-        arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
-        return context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
+        return plan_slots(self._context.launcher(stream), self._context.tables, plan, published, terms, ticket)
 
     def next_ticket(self) -> int:
         """Return the number of another plan."""
@@ -104,15 +146,17 @@ class DevicePlanner:
         """Return whether a plan whose size is exact, or a later one, is made."""
         return bool((self._arena.plan_report.ticket - ticket) % 2**32 < 2**31)  # tickets begin again
 
-    def _find_sizes(
-        self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], PlanShape]:
-        num_rows, held, num_topk, weight_dtype = key
+    def sizes_of(self, routing: Routing, num_rows: Sequence[int], held: Sequence[int] = ()) -> PlanSizes:
+        """Return the sizes of a plan; see ``new_plan``."""
+        weight_dtype = None if routing.topk_weights is None else routing.topk_weights.dtype
+        key = (tuple(num_rows), tuple(held), routing.num_topk, weight_dtype)
+        if (known := self._sizes.use(key)) is not None:
+            return known
         first_row, holders = (0, *itertools.accumulate(num_rows)), (self._arena.rank, *held)
-        num_held_rows = sum(num_rows[source] for source in holders)
-        shape = PlanShape(first_row[-1], num_held_rows, num_topk, self._context.tables.num_local_experts, weight_dtype)
-        self._sizes[key] = first_row, holders, shape
-        return self._sizes[key]
+        num_held_rows, num_local = sum(num_rows[source] for source in holders), self._context.tables.num_local_experts
+        shape = PlanShape(first_row[-1], num_held_rows, routing.num_topk, num_local, weight_dtype)
+        sizes = self._sizes[key] = PlanSizes(first_row, holders, shape)
+        return sizes
 
     def size_exactly(self, plan: _Plan) -> _Plan:
         """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""

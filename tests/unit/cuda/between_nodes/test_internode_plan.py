@@ -16,9 +16,9 @@ from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.kernels.held_rows import HeldRows, longest_of
-from fusco.cuda.kernels.plan import PlanShape, PlanTensors
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors, _joined
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
-from fusco.cuda.within_node.device_plan import _concatenated, _joined
+from fusco.cuda.within_node.device_plan import _concatenated
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, number_of
@@ -240,7 +240,7 @@ def plan_of(
 
 def tensors_of(held: HeldRows, num_rows: int, num_topk: int) -> list[torch.Tensor]:
     """Slots, weights and marks at the addresses that kernels get; of rows that this rank does not hold no marks."""
-    num_marks = num_rows if held.offsets else len(held.tensors[-1])
+    num_marks = len(held.tensors[-1]) if held.tensors else num_rows
     sizes = [(torch.int32, num_rows * num_topk), (torch.float32, num_rows * num_topk), (torch.int32, num_marks)]
     memories = [
         (ctypes.c_uint8 * (4 * size)).from_address(at) for at, (_, size) in zip(held.addresses, sizes, strict=True)
@@ -328,7 +328,7 @@ def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
-    runs = _joined([(first, 4), (4, 4), (9, 9), (4, 7), (8, 8), (7, 9), (10, 12)])
+    runs = _joined([(0, first, 4), (1, 3, 3), (9, 0, 0), (2, 2, 5), (8, 0, 0), (0, 7, 9), (10, 0, 2)])
     assert runs == [(first, 9), (10, 12)]
     assert _concatenated(torch.arange(12), runs).tolist() == [*range(first, 9), 10, 11]
 

@@ -14,7 +14,14 @@ from scenes import Play, Scene, made_on
 from simulated_nodes import Rank, SimulatedWatch
 
 from comparison import assert_same_bits
-from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms, plan_forwarding
+from fusco.cuda.kernels.plan_forwarding import (
+    ForwardingSummary,
+    ForwardingTensors,
+    ForwardingTerms,
+    PackedForwarding,
+    message_bytes,
+    plan_forwarding,
+)
 from fusco.planner.routing import Routing
 from generator import KINDS
 from reference import plan_forwarding as twin
@@ -110,6 +117,21 @@ def test_an_invalid_id_is_an_error_of_its_call_on_all_nodes(bad_id):
     )
 
 
+def launch_forwarding(at: Rank, routing: Routing, expert_to_node, summary, terms):
+    """Launch the kernel; return the plan, and the messages in its memory."""
+    shape, weights = routing.topk_idx.shape, routing.topk_weights
+    memory = torch.empty(ForwardingTensors.num_elements(summary.num_nodes, len(routing.topk_idx)), dtype=torch.int32)
+    plan = ForwardingTensors(at.session.machine.keep(memory), summary.num_nodes, len(routing.topk_idx))
+    num_bytes = message_bytes(terms, shape, 0 if weights is None else weights.element_size())
+    messages = at.session.machine.keep(torch.empty(summary.num_nodes - 1, num_bytes, dtype=torch.uint8))
+    launcher, made = at.context.launcher(at.stream), PackedForwarding(plan, messages.data_ptr())
+    call = plan_forwarding(
+        launcher, (routing.topk_idx, weights), shape, expert_to_node, summary, terms, made, terms.ticket
+    )
+    call.launch(launcher.stream)
+    return plan, messages
+
+
 @pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
 @pytest.mark.parametrize("weights_dtype", [None, torch.float32, torch.float64], ids=str)
 def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(folder, weights_dtype):
@@ -123,7 +145,7 @@ def test_the_kernel_sends_invalid_ids_where_its_tokens_have_them(folder, weights
         node, table = at.context.node, at.context.expert_to_node
         for routing in (Routing(ids, weights), Routing(ids.clamp(-1, 11), weights)):
             summary = ForwardingSummary(2, node, torch.device("cpu"))
-            plan, messages, _ = plan_forwarding(at.context.launcher(at.stream), routing, table, summary, terms)
+            plan, messages = launch_forwarding(at, routing, table, summary, terms)
             at.machine_is_idle()
             with_none = torch.cat([table, table.new_tensor([-1])]).long()
             expected = twin.plan_forwarding(routing, with_none, 2, node, 5, sends_invalid_ids=True)
@@ -155,7 +177,7 @@ def test_a_launch_is_prepared_for_a_node_and_a_placement(folder):
         for node, nodes in ((0, [0, 1, 1, 2]), (1, [0, 1, 1, 2]), (1, [2, 1, 2, 2])):
             summary.own_node = node  # as another summary at the same address would have it
             kept = torch.tensor(nodes, dtype=torch.int32)
-            plan_forwarding(at.context.launcher(at.stream), routing, kept, summary, terms)
+            launch_forwarding(at, routing, kept, summary, terms)
             at.machine_is_idle()
             counts.append((summary.num_rows_to_node, kept))
         return [count for count, _ in counts]

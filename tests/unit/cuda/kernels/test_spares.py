@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 from fusco import Capacity, Groups, Lanes, Settings, Topology
-from fusco.cuda.between_nodes.routing_messages import RoutingMessages
+from fusco.cuda.between_nodes.routing_messages import RoutingMessages, first_messages
 from fusco.cuda.kernels.plan import PlanMemory, PlanShape
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, ForwardingTensors
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES, SpareLimit
@@ -77,10 +77,9 @@ def test_all_repeated_calls_have_their_routing_in_the_same_memory():
         traffic = InternodeTraffic(0, Lanes.of_groups(Groups.of_same_local_rank(topology), num_rows), num_rows)
         weights = None if dtype is None else torch.zeros(num_tokens, 6, dtype=dtype)
         width = max(16, num_tokens * 6 * (4 + (0 if dtype is None else dtype.itemsize)))
-        packed = torch.empty(2, -(-width // 16) * 16, dtype=torch.uint8)
-        messages = RoutingMessages(
-            Routing(torch.zeros(num_tokens, 6, dtype=torch.int64), weights), packed, traffic, kept
-        )
+        sent = first_messages(kept[0], 2, -(-width // 16) * 16)
+        routing = Routing(torch.zeros(num_tokens, 6, dtype=torch.int64), weights)
+        messages = RoutingMessages(routing, sent, traffic, kept[1])
         assert [memory.data_ptr() for memory in messages.memory] == [half.data_ptr() for half in kept]
         for half, of_half in ((0, messages.sends), (1, messages.receives)):
             assert len(of_half) == 2 * bool(num_tokens)

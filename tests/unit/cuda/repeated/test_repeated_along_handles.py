@@ -39,7 +39,7 @@ def test_repeated_calls_along_handles_return_what_others_do(verb, repeats, repea
         assert comm.profile.num_sms == other.profile.num_sms
 
     Node().run(program)
-    assert (repeats_along_plans(), repeats()[1]) == ((0, 2 * 4) if "sums" in verb else (2 * 4, 0))
+    assert (repeats_along_plans(), repeats()[1]) == ((0, 2 * 5) if "sums" in verb else (2 * 5, 0))
 
 
 def test_rows_of_any_shape_return_in_it():
@@ -76,9 +76,9 @@ def test_handles_of_other_sizes_are_no_repetition(repeats, repeats_along_plans):
             assert all(map(torch.equal, call(comm, step), call(other, step))), step
 
     Node().run(program)
-    # Steps 3 and 7, whose handles are as before, and on rank 0 none of the others.
-    assert repeats_along_plans() == 2 * 2
-    assert repeats()[1] == 2 * 2 * 2
+    # Steps 2, 3 and 7, whose handles are as before, and on rank 0 none of the others.
+    assert repeats_along_plans() == 2 * 3
+    assert repeats()[1] == 2 * 2 * 3
 
 
 def test_other_inputs_along_a_handle_are_no_repetition(repeats_along_plans):
@@ -96,8 +96,8 @@ def test_other_inputs_along_a_handle_are_no_repetition(repeats_along_plans):
                 assert all(map(torch.equal, *made))
 
     Node().run(program)
-    # The fourth of each, but of columns and of misaligned rows, which are copied.
-    assert repeats_along_plans() == 2 * 5
+    # The third and fourth of each, but of columns and of misaligned rows, which are copied.
+    assert repeats_along_plans() == 2 * 10
 
 
 def test_ranks_that_repeat_along_another_handle_or_by_another_verb_notice(repeats_along_plans):
@@ -115,7 +115,7 @@ def test_ranks_that_repeat_along_another_handle_or_by_another_verb_notice(repeat
         assert torch.equal(comm.dispatch_again(x, handles[0])[0], rows)
 
     Node().run(program)
-    assert repeats_along_plans() == 2 * 2
+    assert repeats_along_plans() == 2 * 3
 
 
 def test_handles_of_another_communicator_are_refused_by_calls_that_could_be_repeated():

@@ -27,6 +27,18 @@ def forget():
     affordable_bound.cache_clear()
 
 
+def noting(deeds: list[str], get):
+    """What gets kernels whose launches are noted."""
+
+    def noted(name, constants):
+        kernel = get(name, constants)
+        launch = kernel.launch
+        kernel.launch = lambda *args, **shape: (deeds.append(name), launch(*args, **shape))
+        return kernel
+
+    return noted
+
+
 def rows_of_dispatch(num_ranks: int) -> list[tuple[torch.Tensor, list[str]]]:
     """Rows of each rank, and its launches and waits in order."""
     placement = ExpertPlacement.contiguous(NUM_EXPERTS, num_ranks)
@@ -34,8 +46,8 @@ def rows_of_dispatch(num_ranks: int) -> list[tuple[torch.Tensor, list[str]]]:
     layout = DeviceLayout(Topology((0,) * num_ranks), capacity, Settings(slice_bytes=64))
 
     def program(at: Rank) -> tuple[torch.Tensor, list[str]]:
-        deeds, launched, wait = [], at.library.get, at.context.watchdog.wait_until
-        at.library.get = lambda name, constants: (deeds.append(name), launched(name, constants))[1]
+        deeds, wait = [], at.context.watchdog.wait_until
+        at.library.get = noting(deeds, at.library.get)
         at.context.watchdog.wait_until = lambda *how: (deeds.append("wait"), wait(*how))[1]
         payload = torch.arange(12.0).view(3, 4) + 100 * at.rank
         request = DispatchRequest(

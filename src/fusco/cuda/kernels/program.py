@@ -1,47 +1,36 @@
-"""Kernels that are launched again with other addresses, by one compiled function; another waits for their report."""
+"""Program: kernels and other calls on the device, which one compiled function makes; another waits for their report."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.machine_calls import NUM_ARGUMENTS, NUM_YIELD_WORDS, call_at, yield_since, yield_words
 from fusco.core.compiled import compiled
+from fusco.core.timeline import NoTimeline, Timeline
+from fusco.cuda.kernels.abi import Number, Value
 from fusco.cuda.kernels.comm import Report
-from fusco.cuda.kernels.launcher import PreparedLaunch
+from fusco.cuda.kernels.launcher import KernelCall
 from fusco.cuda.kernels.library import BoundLaunch
 
-TICKET = 0  # index of the value that a plan reports; 0 for none
+TICKET = Value(0)  # what a plan reports; 0 for none
 NOT_REPORTED, HAS_ERROR = -1, -2  # outcomes of a wait
 _POLLS_PER_YIELD, _YIELDS_PER_MS = 500, 1000
 _LOW_HALF = 0xFFFFFFFF
 _CALL_BITS = 16  # of the outcome of a call that fails: between 64 nodes there are more than 255 calls
 
-# Words of repeated launches, then of each field that changes, then of each call.
+# Words of a program, then of each field that changes, then of each call.
 _REPORT, _MAX_YIELDS, _NUM_FIELDS, _YIELD = range(4)
 _NUM_WORDS = _YIELD + NUM_YIELD_WORDS
 _FIELD_WORDS, _CALL_WORDS = 3, 1 + NUM_ARGUMENTS
 _IDS, _STATIC_IDS, _OVERFLOW = (at.offset for at in (Report.bad, Report.bad_static, Report.overflow_needed))
-CONSTANT = -1
-
-
-class Field(NamedTuple):
-    """A field of 8 bytes of a kernel's arguments: the value of this index, plus a number.
-
-    With ``CONSTANT`` it is the number alone.
-    """
-
-    name: str
-    value: int
-    plus: int = 0
-    entry: int = 0  # of a field that is an array
 
 
 @dataclass(frozen=True)
@@ -49,13 +38,11 @@ class NativeCall:
     """Call of a C function that returns 0, or an error."""
 
     function: int  # its address
-    arguments: tuple[int, ...]  # at most six
+    arguments: tuple[Number, ...]  # at most six
     fail: Callable[[int], object]  # raises the error of another result
-    # for the index of an argument, the index of a value that is added to it
-    values: Mapping[int, int] = field(default_factory=dict)
 
 
-PreparedFields: TypeAlias = tuple[PreparedLaunch, Sequence[Field]]
+Step: TypeAlias = KernelCall | NativeCall
 
 
 @compiled(nogil=True)
@@ -77,7 +64,7 @@ def _launch(words: Any, values: Any) -> int:
 
 @compiled(nogil=True)
 def _wait(words: Any, ticket: int) -> int:
-    """Return the number in the report of a ticket; see ``RepeatedLaunches.wait``."""
+    """Return the number in the report of a ticket; see ``Program.wait``."""
     report, polls, since_ns = words[_REPORT], 0, 0
     while True:
         seen: int = load_acquire_at(report)
@@ -92,54 +79,58 @@ def _wait(words: Any, ticket: int) -> int:
                 return NOT_REPORTED
 
 
-class RepeatedLaunches:
-    """Kernels launched on one stream, with arguments of their own, and other calls; every call sets the same fields."""
+class Program:
+    """Kernels on one stream, and other calls, to be launched any number of times: each time with other values."""
 
     def __init__(
         self,
-        launches: Sequence[PreparedFields | NativeCall],
+        calls: Sequence[Step],
         num_values: int,
         stream: int,
-        report: int,
+        report: int = 0,
         patience_ms: float = 0.2,
     ) -> None:
         """Copy the arguments of what is to be called one after the other.
 
         Args:
-            launches: kernels with all arguments, and the fields that change; and calls.
-            num_values: values that ``launch`` takes; not all of them need be in a field.
+            calls: kernels, and others; each ``Value`` in an argument is one that ``launch`` is given.
+            num_values: values that ``launch`` takes; not all of them need be in an argument.
             stream: the handle of the stream of all kernels.
             report: the address of a ``Report``.
             patience_ms: how long ``wait`` waits for it; then the watchdog does.
         """
         self._kernels: list[BoundLaunch] = []
         fields: list[int] = []
-        calls = [each if isinstance(each, NativeCall) else self._bind(each, stream, fields) for each in launches]
-        self._fails = [call.fail for call in calls]
-        num_fields = len(fields) // _FIELD_WORDS + sum(len(call.values) for call in calls)
+        native = [each if isinstance(each, NativeCall) else self._bind(each, stream, fields) for each in calls]
+        self._fails = [call.fail for call in native]
+        num_fields = len(fields) // _FIELD_WORDS
+        num_fields += sum(isinstance(argument, Value) for call in native for argument in call.arguments)
         first_call = _NUM_WORDS + _FIELD_WORDS * num_fields
-        self._words = np.zeros(first_call + _CALL_WORDS * len(calls), dtype=np.int64)
-        for number, call in enumerate(calls):
+        self._words = np.zeros(first_call + _CALL_WORDS * len(native), dtype=np.int64)
+        for number, call in enumerate(native):
             at = first_call + _CALL_WORDS * number
-            self._words[at : at + 1 + len(call.arguments)] = [call.function, *call.arguments]
-            for argument, value in call.values.items():
-                fields += [self._words.ctypes.data + 8 * (at + 1 + argument), value, call.arguments[argument]]
+            self._words[at] = call.function
+            for i, argument in enumerate(call.arguments, at + 1):
+                if isinstance(argument, Value):
+                    fields += [self._words.ctypes.data + 8 * i, argument.index, argument.plus]
+                else:
+                    self._words[i] = argument
         head = [report, int(patience_ms * _YIELDS_PER_MS), num_fields, *yield_words()]
         self._words[:first_call] = [*head, *fields]
         self._values = np.zeros(num_values, dtype=np.int64)
         self._pack = partial(struct.Struct(f"{num_values}q").pack_into, self._values.data, 0)
 
-    def _bind(self, launch: PreparedFields, stream: int, fields: list[int]) -> NativeCall:
-        """Return the call of a kernel's launch; add the words of its fields."""
-        prepared, of_kernel = launch
-        bound = prepared.bound_to(stream)
+    def _bind(self, call: KernelCall, stream: int, fields: list[int]) -> NativeCall:
+        """Return the call of a kernel's launch; add the words of fields that change."""
+        bound = call.prepared.bound_to(stream)
         self._kernels.append(bound)  # has the memory of its arguments
-        for each in of_kernel:
-            address = bound.address_of(each.name, each.entry)
-            if each.value == CONSTANT:
-                ctypes.c_uint64.from_address(address).value = each.plus
-            else:
-                fields += [address, each.value, each.plus]
+        for name, numbers in call.fields.items():
+            for entry, number in enumerate([numbers] if isinstance(numbers, (int, Value)) else numbers):
+                address = bound.address_of(name, entry)
+                if isinstance(number, Value):
+                    fields += [address, number.index, number.plus]
+                else:
+                    ctypes.c_uint64.from_address(address).value = number
         return NativeCall(bound.driver_launch, (*bound.call, 0), bound.fail)
 
     def launch(self, *values: int) -> int:
@@ -163,7 +154,30 @@ class RepeatedLaunches:
         return outcome
 
 
-def warm_up_repeated_launches() -> None:
+class HasTimeline(Protocol):
+    """What has the timeline of launches."""
+
+    timeline: Timeline | NoTimeline
+
+
+class TimedProgram(Program):
+    """Program whose kernels are spans of a timeline, each launched by itself."""
+
+    def __init__(self, parts: Sequence[tuple[tuple[str, str], Program]], timed: HasTimeline) -> None:
+        """``parts`` have track and name of each kernel's span."""
+        super().__init__([], 0, 0)  # has nothing itself
+        self._parts, self._timed = parts, timed
+
+    def launch(self, *values: int) -> int:
+        for (track, name), program in self._parts:
+            self._timed.timeline.timed(track, name, None, program.launch, *values)
+        return 0
+
+    def wait(self, ticket: int) -> int:
+        return self._parts[0][1].wait(ticket)
+
+
+def warm_up_programs() -> None:
     """Compile what launches kernels and waits for them, or read it from the disk cache."""
     words, report = np.zeros(_NUM_WORDS, dtype=np.int64), np.zeros(ctypes.sizeof(Report) // 8, dtype=np.int64)
     words[_REPORT] = report.ctypes.data

@@ -1,1 +1,0 @@
-"""Calls that have been made before: launched again with new addresses."""
