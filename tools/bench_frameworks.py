@@ -93,13 +93,13 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
         parts["intranode-fusco"] = part(command, 90.0, site, cwd=tests)
         if peer:
             parts["intranode-deep_ep"] = part(command, 60.0, site, cwd=tests, deep_ep=peer)
-        if (test := tests / "test_low_latency.py").exists():
+        if (low_latency := tests / "test_low_latency.py").exists():
             small = [] if is_cuda else SMALL_LOW_LATENCY.split()
-            command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(test), *TWO, *small)
+            command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(low_latency), *TWO, *small)
             parts["low-latency-fusco"] = part(command, 90.0, site, cwd=tests)
-    if (test := carried / "deep_ep_main" / "tests" / "elastic" / "test_ep.py").exists():
+    if (elastic := carried / "deep_ep_main" / "tests" / "elastic" / "test_ep.py").exists():
         small = [] if is_cuda else SMALL_ELASTIC.split()
-        command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(test), *TWO, *small)
+        command = (*python, str(TOOLS / "deep_ep_tests.py"), "--device", device, str(elastic), *TWO, *small)
         once = ("--allow-multiple-reduction", "0", "--skip-perf-test")  # sums are rounded once
         parts["elastic-fusco"] = part((*command, *once), 240.0, site, environment={"FUSCO_ELASTIC_BUFFER": "1"})
     if (tests := carried / "hybrid_ep").exists():  # without the option it looks for kernels by DeepEP's names

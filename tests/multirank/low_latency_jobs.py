@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integration_cases import HIDDEN, NUM_LOCAL, cases
+from integration_cases import HIDDEN, KINDS, NUM_LOCAL, cases
 
 from comparison import assert_same_bits, assert_within
+from fusco import Quantize
 from fusco.integrations.deep_ep.buffer import Buffer
 from fusco.integrations.deep_ep.low_latency import LowLatencyHandle
 from generator import Case, values
 from law import Law
+from reference.quantize_rows import quantize_rows
 
 COUNT_BITS = (1 << 32) - 1
 
@@ -92,6 +94,43 @@ def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook
         assert zero_copy or sums is out
         expected = law.sums(rank, y, weights, [0] * case.world_size)
         assert_within(sums, expected.exact, law.error_bound(expected, torch.bfloat16, None), "sums")
+
+
+def check_fp8(group: dist.ProcessGroup) -> None:
+    """Rows and scales are those that the token's rank would make, in the layout that DeepEP returns."""
+    rank, size, hidden = group.rank(), group.size(), 1024
+    buffer = Buffer(group, low_latency_mode=True)
+    (case,) = cases(size, KINDS[:1])
+    law, num_rows = masked_law(case), case.max_tokens * size
+    x = [values((case.num_tokens(r), hidden), torch.bfloat16, case.seed, "x", r) for r in law.ranks]
+    is_row = ~law.undefined(rank)
+    for round_scale, use_ue8m0 in ((False, False), (True, False), (True, True)):
+        (rows, scales), counts, _, _, _ = buffer.low_latency_dispatch(
+            x[rank],
+            case.topk_idx(rank),
+            case.max_tokens,
+            case.num_experts,
+            round_scale=round_scale,
+            use_ue8m0=use_ue8m0,
+        )
+        quantize = Quantize(scale="ue8m0" if use_ue8m0 else "power-of-two" if round_scale else "float32")
+        made = [quantize_rows(each, quantize) for each in x]
+        codes, of_blocks = ([as_codes(part[place]) for part in made] for place in (0, 1))
+        expected, of_blocks = law.rows(rank, codes), law.rows(rank, of_blocks)
+        assert counts.tolist() == law.counts(rank)
+        assert rows.dtype == torch.float8_e4m3fn
+        assert_same_bits(as_codes(rows).flatten(0, 1)[is_row], expected[is_row], "values")
+        assert scales.shape == (NUM_LOCAL, num_rows, hidden // (512 if use_ue8m0 else 128))
+        assert scales.stride(1) == 1
+        assert scales.stride(2) * scales.element_size() % 16 == 0
+        laid_out = scales.contiguous().flatten(0, 1)[is_row]
+        assert_same_bits(laid_out.view(torch.uint8) if use_ue8m0 else laid_out, of_blocks[is_row], "scales")
+    buffer.destroy()
+
+
+def as_codes(part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of one byte an element as bytes: PyTorch cannot index all of their dtypes."""
+    return part.view(torch.uint8) if part.element_size() == 1 else part
 
 
 def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:

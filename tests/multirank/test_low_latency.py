@@ -14,6 +14,10 @@ def test_low_latency_rows_are_masked_and_take_weights_when_they_come_back(world,
     world.run(low_latency_jobs.check_low_latency, num_ranks)
 
 
+def test_low_latency_rows_come_as_fp8_with_scales_of_each_kind(world):
+    world.run(low_latency_jobs.check_fp8, 2)
+
+
 def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
     for texts in world.run(low_latency_jobs.low_latency_refusals, 2):
         assert texts == [

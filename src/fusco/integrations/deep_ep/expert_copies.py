@@ -50,7 +50,7 @@ class BufferAllocator:
         require_shape("storage", storage, self.num_bytes)
         for first, tensor in self._tensors:
             placed = storage[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            torch.utils.swap_tensors(tensor, placed)
+            torch.utils.swap_tensors(tensor, placed)  # type: ignore[no-untyped-call]
         self.materialized = True
 
     def _require_open(self) -> None:

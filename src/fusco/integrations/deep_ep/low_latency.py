@@ -180,8 +180,8 @@ class LowLatencyCalls(BufferBase):
             verb="low-latency dispatch",
             with_weights=False,
             static=static,
+            quantize=quantize,
             launch=launch,
-            **({} if quantize is None else {"quantize": quantize}),
         )
 
         def receive() -> None:
@@ -230,7 +230,8 @@ class LowLatencyCalls(BufferBase):
                 self._refuse("combine_wait_recv_cost_stats")
             launch = _launch(x.device, async_finish, return_recv_hook)
             _require_ids(topk_idx, sent)
-            weights = sent.weights_of_tokens(topk_weights)
+            require_shape("topk_weights", topk_weights, *topk_idx.shape)
+            weights = topk_weights.float().contiguous()
             require_shape("out", out, sent.handle.num_tokens, handle.hidden)
             rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x.contiguous()
         sent.replace_weights(weights)
