@@ -156,6 +156,11 @@ def _layer(of: Masked, ids: torch.Tensor, static: StaticRows | None, weighted_by
     return {"out": out.detach(), "x.grad": x.grad, "weights.grad": weights.grad}
 
 
+def _dispatch_and_wait(comm: fusco.Communicator, x: torch.Tensor, topk_idx: torch.Tensor, static: StaticRows) -> None:
+    comm.dispatch(x, topk_idx, static=static)
+    comm.synchronize()  # on CUDA no host waits for the plan before
+
+
 def check_overflow(group: dist.ProcessGroup, setup: Setup) -> None:
     """Ranks whose experts need more rows raise, with the expert, and all go on."""
     with setup.open(group) as comm:
@@ -165,9 +170,8 @@ def check_overflow(group: dist.ProcessGroup, setup: Setup) -> None:
         wanted = list(map(len, law.wanted(comm.rank)))
         for _ in range(2):
             if max(wanted) > 2:
-                with pytest.raises(fusco.RowOverflowError, match=r"StaticRows\(rows_per_expert=2\)") as raised:  # noqa: PT012
-                    comm.dispatch(x, case.topk_idx(comm.rank), static=StaticRows(rows_per_expert=2))
-                    comm.synchronize()  # on CUDA no host waits for the plan before
+                with pytest.raises(fusco.RowOverflowError, match=r"StaticRows\(rows_per_expert=2\)") as raised:
+                    _dispatch_and_wait(comm, x, case.topk_idx(comm.rank), StaticRows(rows_per_expert=2))
                 error = raised.value
                 expert = wanted.index(max(wanted))
                 assert (error.num_rows, error.num_rows_needed, error.local_expert) == (2, wanted[expert], expert)

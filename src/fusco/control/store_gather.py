@@ -109,6 +109,12 @@ class StoreGather:
                 self._watcher.give_up(self._failure(error), at_fault=())
             raise TransportError(self._failure(error)) from error
 
+    def fail(self, stall: Stall, reason: str) -> NoReturn:
+        """Raise ``PeerFailureError`` for the ranks of a wait that cannot end; a watchdog tells all other ranks."""
+        if self._watcher:
+            self._watcher.find_fault(stall, reason)
+        self._raise_failure(stall, stall.on_ranks, reason, has_left=False)
+
     def part(self, without: Sequence[int] = (), reason: str = "") -> None:
         """Wait, before this rank raises, until all ranks but ``without`` are about to raise, or for a short time.
 

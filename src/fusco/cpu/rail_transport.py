@@ -102,7 +102,7 @@ class RailTransport:
 
     def _connect(self, addresses: Mapping[int, Address], secret: str, store_gather: StoreGather) -> None:
         """Dial the lower ranks, and wait for the higher ones: until all rails are connected, or enough of them."""
-        endpoint, names, since = self._endpoint, {}, 0.0
+        endpoint, names, since, refused = self._endpoint, {}, 0.0, list[int]()
         assert endpoint
         for peer, address in addresses.items():
             names[peer] = _channel_name(secret, self._rank, peer)
@@ -113,6 +113,11 @@ class RailTransport:
             nonlocal since
             endpoint.poll()
             found = {peer: endpoint.channel(name) for peer, name in names.items()}
+            for peer, channel in found.items():
+                if channel and channel.is_closed:  # no rail can be connected, however often it is tried
+                    cause = self._cause(peer, names[peer])
+                    refused.append(peer)
+                    store_gather.fail(Stall("connecting rails", (peer,), "a rail to it", "none"), cause)
             self._channels = {peer: channel for peer, channel in found.items() if channel and channel.rails}
             if len(self._channels) < len(names):
                 return False
@@ -127,13 +132,15 @@ class RailTransport:
         try:
             store_gather.wait_until(are_connected, stall)
         except PeerFailureError as error:
-            causes = "; ".join(self._cause(peer, names[peer]) for peer in error.peers if peer in names)
+            if refused:
+                raise
+            causes = [error.reason, *(self._cause(peer, names[peer]) for peer in error.peers if peer in names)]
             raise PeerFailureError(
                 rank=error.rank,
                 peers=error.peers,
                 operation=error.operation,
                 stall=error.stall,
-                reason=f"{error.reason}; {causes}" if causes else error.reason,
+                reason="; ".join(causes),
                 has_left=error.has_left,
             ) from error
 

@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -135,6 +137,39 @@ def test_without_a_connection_the_error_has_the_cause_for_each_rail(monkeypatch)
     assert errors[0].reason.endswith("; rank 1 connected no rail to this one")
     for i in range(3):
         assert f"rail {i} (lo, 127.0.0.{i + 1}): Connection refused" in errors[1].reason
+
+
+def test_a_peer_that_refuses_all_rails_is_named_at_once_with_the_cause_for_each(monkeypatch):
+    """What listens at its address does not know the secret: it is no use to try again."""
+    listen, told = Endpoint.listen, []
+
+    def connect(store_gather):
+        watcher = SimpleNamespace(find_fault=lambda stall, reason: told.append((store_gather.rank, stall, reason)))
+        fail = store_gather.fail
+
+        def fail_watched(stall, reason):
+            with mock.patch.object(store_gather, "_watcher", watcher):
+                fail(stall, reason)
+
+        store_gather.fail = fail_watched
+        begin = time.monotonic()
+        try:
+            RailTransport(store_gather, [1 - store_gather.rank], rails_of, SECRET)
+        except PeerFailureError as error:
+            return error, time.monotonic() - begin
+        return None, 0.0
+
+    monkeypatch.setattr(Endpoint, "listen", lambda endpoint: dataclasses.replace(listen(endpoint), secret=bytes(32)))
+    (dialled, took_s), (accepting, waited_s) = (
+        found for _, found in sorted(on_ranks(2, connect, timeout_s=6.0).items(), reverse=True)
+    )
+    assert took_s < 4.0 < 6.0 <= waited_s + 0.1, "here nothing tells rank 0, which waits for its limit"
+    assert dialled.peers == (0,)
+    assert accepting.peers == (1,)
+    for i in range(3):
+        assert f"rail {i} (lo, 127.0.0.{i + 1}): the other end refused the handshake" in dialled.reason
+    ((rank, stall, reason),) = told
+    assert (rank, stall.on_ranks, reason) == (1, (0,), dialled.reason), "with a watchdog all ranks learn of it"
 
 
 def test_without_peers_nothing_is_opened():

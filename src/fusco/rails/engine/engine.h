@@ -275,6 +275,7 @@ bool request_wait(struct request *request, int64_t limit_ns);
 /* ---- channel.c ---- */
 struct attempt { /* to connect a rail */
   int64_t next_ns, limit_ns, begun_ns;
+  int64_t denied_since_ns; /* all attempts since then ended at a process that does not take this end for its peer; 0: the last did not */
   uint32_t incarnation;
   bool was_connected, is_refused;
   struct joining *joining;

@@ -18,8 +18,13 @@ static const int64_t HANDSHAKE_NS = 5000000000, LEAST_HANDSHAKE_NS = 250000000, 
 /* The kernel repeats a lost SYN after 1, 3, ... seconds; a new attempt is sooner. It gets more time only as long as none on
  * the rail has succeeded; then it gets what the network needs, and once the kernel of the peer has accepted, a busy peer. */
 static const int64_t FIRST_ATTEMPT_NS = 300000000, LONGEST_ATTEMPT_NS = 5000000000, AGAIN_NS = 100000000, ANSWER_NS = 500000000;
+/* A process that listens, but refuses this end's handshake for so long, is not the peer, or has ended the channel: a peer
+ * without descriptors, or with too many connections, may refuse for a moment. */
+static const int64_t DENIED_NS = 1500000000;
 enum { TIMES_THE_LAST = 3 };
-static const char MAGIC[8] = "FUSCORL1";
+static const char MAGIC[8] = "FUSCORL1", ENDED[] = "the other end closed the connection",
+                  FOREIGN[] = "the other end is not an endpoint of fusco.rails of this version",
+                  DENIED[] = "the other end refused the handshake: it is another process, or has closed the channel";
 
 struct __attribute__((packed)) hello {
   char magic[8];
@@ -90,14 +95,14 @@ static int read_message(struct joining *joining, const char **why) {
     ssize_t num = recv(joining->watched.fd, joining->message + joining->num_bytes, joining->num_expected - joining->num_bytes, MSG_DONTWAIT);
     if (num <= 0) {
       if (num < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
-      *why = num ? strerror(errno) : "the other end closed the connection";
+      *why = num ? strerror(errno) : ENDED;
       return -1;
     }
     joining->num_bytes += (size_t)num;
   }
   joining->num_bytes = 0;
   if (!memcmp(joining->message, MAGIC, sizeof MAGIC)) return 1;
-  *why = "the other end is not an endpoint of fusco.rails of this version";
+  *why = FOREIGN;
   return -1;
 }
 
@@ -365,9 +370,10 @@ void joining_stop(struct host *host) {
 
 /* ---- client ---- */
 
-static void attempt_failed(struct joining *joining, const char *why, bool is_refused) {
+static void attempt_failed(struct joining *joining, const char *why, bool is_refused, bool is_denied) {
   struct channel *channel = joining->channel;
   struct attempt *attempt = channel->attempts + joining->rail;
+  if (!is_denied || !attempt->denied_since_ns) attempt->denied_since_ns = is_denied ? joining->loop->clock_ns : 0;
   loop_forget(joining->loop, &joining->watched, false);
   attempt->joining = NULL;
   attempt->next_ns = joining->loop->clock_ns + RETRY_NS;
@@ -401,7 +407,7 @@ static void on_server(struct watched *watched, uint32_t events) {
     socklen_t num_bytes = sizeof code;
     getsockopt(watched->fd, SOL_SOCKET, SO_ERROR, &code, &num_bytes);
     if (code) {
-      attempt_failed(joining, strerror(code), code == ECONNREFUSED);
+      attempt_failed(joining, strerror(code), code == ECONNREFUSED, false);
       return;
     }
     struct attempt *attempt = channel->attempts + joining->rail;
@@ -428,9 +434,10 @@ static void on_server(struct watched *watched, uint32_t events) {
     struct attempt *attempt = channel->attempts + joining->rail;
     attempt->joining = NULL;
     attempt->is_refused = false;
+    attempt->denied_since_ns = 0;
     channel_attach(channel, loop_detach(joining->loop, watched), joining->rail, joining->incarnation);
   } else if (complete < 0) {
-    attempt_failed(joining, why, false);
+    attempt_failed(joining, joining->has_nonce && why == ENDED ? DENIED : why, false, joining->has_nonce || why == FOREIGN);
   }
 }
 
@@ -483,25 +490,27 @@ static void dial(struct channel *channel, int rail, int64_t now) {
   configure_socket(fd, peer->ss_family, host_defers(host, rail));
   int code = begin_connect(fd, host->rails + rail, peer, channel->peer_address_bytes[rail]);
   const char *why = code ? strerror(code) : loop_add(channel->loop, &joining->watched, EPOLLOUT);
-  if (why) attempt_failed(joining, why, code == ECONNREFUSED);
+  if (why) attempt_failed(joining, why, code == ECONNREFUSED, false);
 }
 
 /* Begin attempts on rails that are not connected, and give up late ones. */
 void joining_dial(struct channel *channel, int64_t now, uint32_t links) {
-  bool all_refused = !channel->num_connections;
+  bool all_refused = !channel->num_connections, are_denied = false;
   for (int rail = 0; rail < channel->num_rails; rail++) {
     struct attempt *attempt = channel->attempts + rail;
     bool has_link = links >> rail & 1;
     if (attempt->joining) {
-      if (now > attempt->joining->deadline_ns || !has_link) attempt_failed(attempt->joining, "no answer", false);
+      if (now > attempt->joining->deadline_ns || !has_link) attempt_failed(attempt->joining, "no answer", false, false);
     } else if (!channel->connections[rail] && !has_link) {
       channel_note_failure(channel, rail, "the interface has no link");
     } else if (!channel->connections[rail] && now >= attempt->next_ns) {
       dial(channel, rail, now);
     }
-    all_refused &= attempt->is_refused;
+    bool is_denied = attempt->denied_since_ns && now - attempt->denied_since_ns > DENIED_NS;
+    all_refused &= attempt->is_refused || is_denied;
+    are_denied |= is_denied;
   }
-  if (all_refused) channel_unreachable(channel, "it listens no more");
+  if (all_refused) channel_unreachable(channel, are_denied ? "its address takes no rail of this end" : "it listens no more");
 }
 
 void joining_give_up(struct channel *channel) {
