@@ -28,8 +28,8 @@ def gathered_parts(model: nn.Module, max_bytes: int) -> Iterator[Weights]:
 
     Weights outside of blocks come first, together, then blocks, whole, as many as ``max_bytes`` allows, at least one:
     transformers converts the names and layouts of a block together. Of a model with adapters come these, what they
-    train, and what is outside of blocks. A rank's memory has a part (rank 0) or one weight (others) in addition to its
-    shards.
+    train, and what is outside of blocks. In addition to its shards, rank 0 has a part, and every rank one weight at a
+    time, with the copies that PyTorch makes to gather it.
     """
     state: Mapping[str, Any] = get_model_state_dict(model)
     names = adapter_names(model, state) if is_adapted(model) else set(state)

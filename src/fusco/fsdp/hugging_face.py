@@ -73,8 +73,9 @@ def save_hugging_face(path: str | Path, model: nn.Module, *, max_file_bytes: int
         path: the folder.
         model: a parallelized model of transformers, with or without adapters.
         max_file_bytes: of weights in a file. A file has whole blocks (layers), one at least. A model that fits is in
-            one file, ``model.safetensors``, and another in several with an index. In addition to its shards, rank 0
-            needs memory for a file and for one block.
+            one file, ``model.safetensors``, and another in several with an index. In addition to its shards, a rank
+            needs up to four times the memory of the largest weight, such as a layer's stack of experts, while it is
+            gathered, and rank 0 twice that of a file (measured on four CPU ranks with files of one block).
 
     Raises:
         TypeError: for another model.
