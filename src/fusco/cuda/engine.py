@@ -299,6 +299,7 @@ class CudaEngine:
     def _release_memory(self) -> None:
         if self._has_work_ended():
             self._arena.close()
+            self._gpu.collect_garbage()
             return
         leak(self)  # the device may still use it
         warnings.warn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,6 +58,13 @@ class Gpu:
         result, _ = driver.cuThreadExchangeStreamCaptureMode(thread_local)
         if int(result):
             raise TransportError(f"a thread for {self.device} could not set its stream capture mode: {result.name}")
+
+    def collect_garbage(self) -> None:
+        """Free memory of peers that is reachable from cycles only, such as those of an error's traceback.
+
+        PyTorch ends the process if such memory is freed while a graph is captured, so it must not be collected later.
+        """
+        gc.collect()
 
     def synchronize(self) -> None:
         """Wait, on the host, for all work on the device."""

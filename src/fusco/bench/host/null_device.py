@@ -101,6 +101,9 @@ class NullGpu(Gpu):
     def enter_thread(self) -> None:
         """Do nothing."""
 
+    def collect_garbage(self) -> None:
+        """Do nothing: nobody captures."""
+
     synchronize = enter_thread
 
     def allocate_visible(self, num_bytes: int) -> torch.Tensor:
