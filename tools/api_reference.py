@@ -31,8 +31,8 @@ TOPICS: dict[str, dict[str, str]] = {
         "Settings and memory": "Settings Capacity memory_size_hint MemorySize",
         "Ranks, nodes and experts": "Topology ExpertPlacement",
         "Forwarding": "Balancer BALANCERS Traffic Groups Lanes Runs",
-        "Errors": "FuscoError PeerFailureError MismatchError RejectedInputError RowOverflowError ClosedError "
-        "ThreadError SharedMemoryError OutputMemoryError TransportError CompileError LaunchError",
+        "Errors": "FuscoError PeerFailureError ExcludedError MismatchError RejectedInputError RowOverflowError "
+        "ClosedError ThreadError SharedMemoryError OutputMemoryError TransportError CompileError LaunchError",
     },
     "fusco.fsdp": {
         "Distribute a model": "build_mesh EPMesh parallelize Sharding find_experts Experts SHUFFLE_OPS",

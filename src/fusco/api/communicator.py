@@ -376,7 +376,7 @@ class Communicator(ExpertMoves):
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
             with self._session.point_to_point(name := f"gather_send to rank {dst}"):
-                self._engine.stream(name, {dst: segments}, {})
+                self._engine.stream(name, {self._validator.number_to_rank[dst]: segments}, {})
 
     @uncompiled
     def scatter_recv(self, segments: Segments, src: int) -> None:
@@ -387,7 +387,7 @@ class Communicator(ExpertMoves):
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
             with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
-                self._engine.stream(name, {}, {src: segments})
+                self._engine.stream(name, {}, {self._validator.number_to_rank[src]: segments})
         count_as_changed(segments.base)
 
     def __enter__(self) -> Communicator:

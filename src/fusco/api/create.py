@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exc
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import SegmentSizes
+from fusco.control.member_gather import Gather, MemberGather, NewerViewError
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -31,6 +33,8 @@ from fusco.engine.base import Engine
 from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
 from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
+
+_LOG = logging.getLogger("fusco")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,18 @@ class CommunicatorParts:
     session: Session  # keeps all ranks in the same collective; its ``close`` frees all connections
     engine: Engine[Any]  # moves rows; closed before the session
     validator: Validator  # checks arguments
+    config: CommunicatorConfig | None = None  # what they were made of; ``None`` if their members cannot change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a communicator keeps when its members change: the placement of all ranks, absent ones too, and its thread.
+
+    ``access`` is ``None`` for a rank that joins.
+    """
+
+    placement: ExpertPlacement
+    access: Access | None
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -171,25 +187,61 @@ def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> 
     store_gather.part()
 
 
-def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:
+def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) -> CommunicatorParts:
+    """Make the parts of a next generation, together with its members.
+
+    Raises ``NewerViewError`` if one of them agrees on other members meanwhile, and as ``Communicator`` does.
+    """
+    try:
+        return _create(gather, config, kept)
+    except (PeerFailureError, NewerViewError):
+        raise
+    except Exception as error:
+        with cleanup_after(error, "the other ranks could not be notified"):
+            gather.part(reason=_failure(gather.members[gather.rank], error))
+        raise
+
+
+def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None = None) -> CommunicatorParts:
     validator, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:
-        validator = config.validator(store_gather.rank, store_gather.world_size)
+        validator = config.validator(store_gather.members[store_gather.rank], store_gather.num_ranks)
         device = DeviceIdentity.of(validator.device)
     except Exception as error:  # noqa: BLE001  raised again, once all ranks know
         validator, rejection = None, error
     fields = config.fields(validator) if validator else {}
+    if kept and validator:
+        validator = validator.of_members(store_gather.members, kept.placement)
+        fields = {**fields, "members": str(store_gather.members), "placement": kept.placement.digest}
     fingerprint = CollectiveFingerprint("Communicator", fields, first_line(rejection) if rejection else "")
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
         raise rejection
     assert validator is not None
     check_devices(peer_info)
-    topology = Topology.from_hosts(peer_info.hosts, config.ranks_per_node)
+    topology = _topology(store_gather, peer_info, config.ranks_per_node)
     num_rails = len(configured_rails())
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
-    return connect_parts(store_gather, engine_config, peer_info, validator)
+    parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
+    return replace(parts, config=config)
+
+
+def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -> Topology:
+    """Return the topology of the ranks; of members it says on how many nodes of how many ranks they go on."""
+    if not isinstance(gather, MemberGather):
+        return Topology.from_hosts(peer_info.hosts, ranks_per_node)
+    places = zip(gather.members, peer_info.hosts, strict=True)
+    nodes = [(host, number // ranks_per_node if ranks_per_node else 0) for number, host in places]
+    topology = Topology.of_members(gather.members, nodes)
+    if topology.num_nodes > len(set(nodes)):
+        _LOG.warning(
+            "nodes have different numbers of ranks now, so %d ranks go on as %d nodes of %d",
+            topology.world_size,
+            topology.num_nodes,
+            topology.ranks_per_node,
+        )
+    return topology
 
 
 def _failure(rank: int, error: BaseException) -> str:
@@ -197,7 +249,11 @@ def _failure(rank: int, error: BaseException) -> str:
 
 
 def connect_parts(
-    store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
+    store_gather: Gather,
+    config: EngineConfig,
+    peer_info: PeerInfo,
+    validator: Validator,
+    access: Access | None = None,
 ) -> CommunicatorParts:
     """Connect to all other ranks and make the engine; after a failure everything is closed again.
 
@@ -207,7 +263,7 @@ def connect_parts(
     def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
         if error is not None and not isinstance(error, FuscoError):
             with cleanup_after(error, "the other ranks could not be notified"):
-                connections.watchdog.give_up(_failure(store_gather.rank, error))
+                connections.watchdog.give_up(_failure(validator.number, error))
 
     with ExitStack() as resources:
         engine: Engine[Any]
@@ -231,7 +287,7 @@ def connect_parts(
             engine = on_cpu = CpuEngine(connections, config)
             connections = replace(connections, mesh=on_cpu.mesh or connections.mesh)
         resources.callback(engine.close)
-        access = Access(f"rank {store_gather.rank}'s communicator #{store_gather.number}")
+        access = access or Access(f"rank {validator.number}'s communicator #{store_gather.number}")
         session = Session(store_gather.rank, connections, access, on_broken=engine.abort)
         resources.pop_all()
     return CommunicatorParts(session, engine, validator)

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from fusco.api.create import CommunicatorParts
@@ -46,6 +47,7 @@ class Membership:
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
+        self._config, self._num_lost_before = parts.config, 0
         self._is_closed = False
         self._owners = Owners(parts.session, parts.engine, parts.validator)
         num_experts, device = parts.validator.num_experts, parts.validator.device
@@ -61,12 +63,12 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
-        return self._validator.rank
+        """Rank of this process in the group; it never changes."""
+        return self._validator.number
 
     @property
     def topology(self) -> Topology:
-        """The node of each rank."""
+        """The node of each rank; once ranks are absent, of those that are left, by ``topology.numbers``."""
         return self._engine.topology
 
     @property
@@ -245,7 +247,7 @@ class Membership:
     def _end(self) -> None:
         self._is_closed = True
         if self._finalizer.detach():
-            _close(self._session, self._engine)
+            release(self._session, self._engine)
 
     def _end_together(self) -> None:
         """Wait until all ranks close and their devices have finished."""
@@ -271,10 +273,13 @@ class Membership:
         self._engine.finish()
 
 
-def _close(session: Session, engine: Engine[Any]) -> None:
-    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory."""
+def release(session: Session, engine: Engine[Any], *, holds_status_server: bool = False) -> None:
+    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory.
+
+    The status server stays if the next members go on with it.
+    """
     with ExitStack() as resources:
-        resources.callback(session.close)
+        resources.callback(partial(session.close, holds_status_server=holds_status_server))
         resources.callback(engine.close)
         session.end("it is closed")
 
@@ -291,7 +296,7 @@ def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
         finally:
             try:
                 with session.access.alone("the release"):
-                    _close(session, engine)
+                    release(session, engine)
             except ThreadError:  # the process ends while a daemon thread is in a call, which still uses the memory
                 leak((session, engine))
 

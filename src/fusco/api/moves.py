@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fusco.api.collective import run_collective
+from fusco.api.elastic import Elastic
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
-from fusco.api.membership import Membership
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
 from fusco.api.placement_move import PlacementMove
 from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
@@ -30,7 +30,7 @@ _PACE = Pace(step_bytes=64 << 20)  # of a move that the caller waits for
 Weights = Sequence[torch.Tensor]
 
 
-class ExpertMoves(Membership):
+class ExpertMoves(Elastic):
     """The verbs of a ``Communicator`` that place, plan and move experts."""
 
     @uncompiled
