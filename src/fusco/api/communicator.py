@@ -360,8 +360,11 @@ class Communicator(ExpertMoves):
         if output is not None or not wants_grad(input):
             return request.output
 
+        of_group = self._validator.rows_of_group
+        sent, received = of_group(request.send_rows), of_group(request.receive_rows)
+
         def way_back(grad: torch.Tensor) -> torch.Tensor:
-            return self.all_to_all(None, grad, request.send_rows, request.receive_rows, schedule=schedule)
+            return self.all_to_all(None, grad, sent, received, schedule=schedule)
 
         return cast("torch.Tensor", ExchangeRows.apply(input, Precomputed(request.output), way_back))  # type: ignore[no-untyped-call]
 

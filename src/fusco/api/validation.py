@@ -215,6 +215,10 @@ class Validator(Checks):
             requires_grad=wants_grad(input_),
         )
 
+    def rows_of_group(self, rows: Sequence[int]) -> list[int]:
+        """Return rows of the ranks that are left by rank of the group: none of absent ones."""
+        return [rows[self.number_to_rank[rank]] if rank in self.number_to_rank else 0 for rank in range(self.num_ranks)]
+
     def _rows_of_ranks(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
         """Return the rows of each rank that is left; ``sizes`` have those of absent ranks, too, which must be 0."""
         if sizes is None or not self.members:
