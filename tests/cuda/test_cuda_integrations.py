@@ -10,7 +10,7 @@ import torch
 from one_rank import NUM_EXPERTS
 
 from comparison import assert_same_bits
-from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.within_node.planning import DevicePlanner
 from fusco.integrations.hybrid_ep import HybridEPBuffer
 from fusco.integrations.routing_maps import indices_to_map
 

@@ -10,7 +10,7 @@ from one_rank import OneRank, case_of, taken
 
 import fusco
 from comparison import assert_same_bits
-from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
+from fusco.cuda.repeated.within_node import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
 from generator import values
 
 pytestmark = pytest.mark.cuda

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusco.cuda.rendezvous import SOCKET_NAME
+from fusco.cuda.memory.rendezvous import SOCKET_NAME
 
 
 def contains(library: Path, text: bytes) -> bool:
@@ -29,6 +29,6 @@ def test_pytorch_names_its_socket_as_rendezvous_expects():
         pytest.skip(f"needs a CUDA build of torch, and this is {torch.__version__}")
     libraries = sorted((Path(torch.__file__).parent / "lib").glob("libtorch*.so"))
     assert any(contains(library, SOCKET_NAME.encode()) for library in libraries), (
-        f"torch {torch.__version__} has no socket named '{SOCKET_NAME}': fusco.cuda.rendezvous cannot set its timeout, "
-        f"and a rank that dies in a rendezvous blocks its peers; look for IpcChannel::get_socket_name in PyTorch"
+        f"torch {torch.__version__} has no socket named '{SOCKET_NAME}': fusco.cuda.memory.rendezvous cannot set its "
+        "timeout, and a rank that dies in a rendezvous blocks peers; look for IpcChannel::get_socket_name in PyTorch"
     )

@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import loss_sum, make_batch, make_model, num_targets, together
-from fsdp_runs import difference, mesh_of
+from fsdp_runs import Run, difference, dispatcher_of, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusco import fsdp
 
-_SEQUENCES = (1, 2)
+_SEQUENCES = (1, 2, 1, 3)
+_PLAIN = Run(dispatcher="torch", nums_sequences=_SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -30,40 +32,74 @@ class Merged:
     error: str
 
 
-def make_adapted(seed: int = 5, **changes: Any) -> nn.Module:
-    """Return a Qwen3-MoE with random adapters."""
-    return adapt(make_model("qwen3"), seed, **changes)
+def make_adapted(kind: str = "qwen3", **changes: Any) -> nn.Module:
+    """Return a model with random adapters."""
+    return adapt(make_model(kind), **changes)
 
 
 def adapt(model: nn.Module, seed: int = 5, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    options = {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
     return peft.get_peft_model(model, peft.LoraConfig(**{**options, **changes}))
 
 
-def differences_of_gradients(_: dist.ProcessGroup, **changes: Any) -> dict[str, float]:
-    """Of adapters, from one process with the batches of all ranks; experts are frozen."""
-    expected, whole = make_adapted(**changes), together(_SEQUENCES)
+def differences_of_gradients(_: dist.ProcessGroup, run: Run = _PLAIN, **changes: Any) -> dict[str, float]:
+    """Of adapters, from one process with the batches of all ranks; the base model is frozen."""
+    sequences = _SEQUENCES[: dist.get_world_size()]
+    expected, whole = make_adapted(**changes), together(sequences)
     (loss_sum(expected, whole) / num_targets(whole)).backward()
-    model = _parallel(make_adapted(**changes))
-    batch = make_batch(dist.get_rank(), _SEQUENCES[dist.get_rank()])
-    (loss_sum(model, batch) / num_targets(whole)).backward()
+    mesh, model = mesh_of(run.ep_size, 1), make_adapted(**changes)
+    with dispatcher_of(run, mesh) as dispatcher:
+        sharding = fsdp.Sharding(expert_dim=run.expert_dim)
+        fsdp.parallelize(
+            model, mesh, dispatcher, sharding, activation_checkpointing=run.recomputes, balance=run.balance
+        )
+        batch = make_batch(dist.get_rank(), sequences[dist.get_rank()])
+        (loss_sum(model, batch) / num_targets(whole)).backward()
     trained = {name: each.grad for name, each in expected.named_parameters() if each.requires_grad}
     return {name: difference(model.get_parameter(name).grad, grad) for name, grad in trained.items()}
 
 
-def export(_: dist.ProcessGroup, path: Path, **changes: Any) -> None:
-    """Write adapters."""
-    fsdp.save_hugging_face(path, _parallel(make_adapted(**changes)))
+def logits_without_adapters(_: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return a model's logits with adapters on experts, with them disabled, and without them again."""
+    model, ids, logits = _parallel(make_adapted(target_modules="all-linear")), make_batch(0, 1).ids, {}
+    with torch.no_grad():
+        logits["with"] = model(input_ids=ids).logits
+        with model.disable_adapter():
+            logits["disabled"] = model(input_ids=ids).logits
+        model.unload()
+        logits["unloaded"] = model(input_ids=ids).logits
+    return logits
 
 
-def read(_: dist.ProcessGroup, path: Path, is_on_meta: bool, **changes: Any) -> dict[str, torch.Tensor]:
+def error_of_merging_broken_adapters(_: dist.ProcessGroup) -> str:
+    """Return the error for an adapter with a value that is not a number, on any rank."""
+    model = make_adapted(target_modules=[], target_parameters=["mlp.experts.down_proj"])
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.layers.1.mlp.experts.lora_A.default.weight")[0, 0] = float("nan")
+    model = _parallel(model)
+    with pytest.raises(ValueError, match="not a number") as error:
+        model.merge_and_unload(safe_merge=True)
+    return str(error.value)
+
+
+def export(_: dist.ProcessGroup, path: Path, **changes: Any) -> list[str]:
+    """Write adapters; return the names of what is gathered for that."""
+    model = _parallel(make_adapted(**changes))
+    with mock.patch.object(model, "save_pretrained", wraps=model.save_pretrained) as save:
+        fsdp.save_hugging_face(path, model)
+    return list(save.call_args.kwargs["state_dict"]) if save.called else []
+
+
+def read(
+    _: dist.ProcessGroup, path: Path, is_on_meta: bool, kind: str = "qwen3", **changes: Any
+) -> dict[str, torch.Tensor]:
     """Read weights below adapters into a model with others, or with none; return all."""
     if is_on_meta:
         with fsdp.parameters_on_meta():
-            model = make_adapted(**changes)
+            model = make_adapted(kind, **changes)
     else:
-        plain = make_model("qwen3")
+        plain = make_model(kind)
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.fill_(0.5)
@@ -83,9 +119,9 @@ def error_of_reading(_: dist.ProcessGroup, path: Path, **changes: Any) -> str:
     return str(error.value)
 
 
-def merge(_: dist.ProcessGroup, path: Path, safe_merge: bool, **changes: Any) -> Merged:
+def merge(_: dist.ProcessGroup, path: Path, safe_merge: bool, expert_dim: int = 1, **changes: Any) -> Merged:
     """Merge adapters after a forward pass, call both models, and write the merged one."""
-    model, ids = _parallel(make_adapted(**changes)), make_batch(0, 1).ids
+    model, ids = _parallel(make_adapted(**changes), expert_dim), make_batch(0, 1).ids
     with torch.no_grad():
         model(input_ids=ids)
     merged = model.merge_and_unload(safe_merge=safe_merge)
@@ -114,9 +150,10 @@ def error_of_data_parallel(_: dist.ProcessGroup) -> str:
     return str(error.value)
 
 
-def _parallel(model: nn.Module) -> nn.Module:
+def _parallel(model: nn.Module, expert_dim: int = 1) -> nn.Module:
     mesh = mesh_of(2, 1)
-    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    sharding = fsdp.Sharding(expert_dim=expert_dim)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), sharding)
     return model
 
 

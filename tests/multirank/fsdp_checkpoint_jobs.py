@@ -195,6 +195,20 @@ def export(_: dist.ProcessGroup, run: Run, path: Path) -> dict[str, torch.Tensor
         return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
 
 
+def parts_of_export(_: dist.ProcessGroup, run: Run, path: Path, max_file_bytes: int) -> list[int]:
+    """Write for transformers; return the bytes of weights that are gathered at a time."""
+    with _trainer(run) as (model, _):
+        save_pretrained, sizes = model.save_pretrained, []
+
+        def save(path: Path, state_dict: dict[str, torch.Tensor], **options: Any) -> None:
+            sizes.append(sum(tensor.nbytes for tensor in state_dict.values()))
+            save_pretrained(path, state_dict=state_dict, **options)
+
+        model.save_pretrained = save
+        fsdp.save_hugging_face(path, model, max_file_bytes=max_file_bytes)
+        return sizes
+
+
 @contextlib.contextmanager
 def _trainer(run: Run) -> Iterator[tuple[nn.Module, AdamW]]:
     mesh = mesh_of(run.ep_size, run.dp_replicate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,11 @@ def round_trips(_: dist.ProcessGroup, kind: str, path: Path) -> RoundTrips:
 def _faults(model: transformers.PreTrainedModel, weights: Tensors, path: Path) -> list[str]:
     """Between a parallelized model and the plain one, which had these weights and was saved as ``plain``."""
     sharded_class = type(model)
-    fsdp.save_hugging_face(path / "parallel", model)
-    plain, parallel = (load_file(path / name / "model.safetensors") for name in ("plain", "parallel"))
+    fsdp.save_hugging_face(path / "parallel", model, max_file_bytes=1)  # a file for each block
+    plain = load_file(path / "plain" / "model.safetensors")
+    parallel: Tensors = {}
+    for file in (path / "parallel").glob("*.safetensors"):
+        parallel |= load_file(file)
     faults = _differences("written", parallel, plain)
     again, info = original_class(sharded_class).from_pretrained(path / "parallel", output_loading_info=True)
     faults += [
@@ -104,10 +108,9 @@ def errors_of_names(_: dist.ProcessGroup, path: Path) -> str:
     fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
     save_pretrained = model.save_pretrained
 
-    def save_misnamed(path: Path, state_dict: Tensors) -> None:
-        save_pretrained(
-            path, state_dict={name.replace("embed_tokens", "embed"): state_dict[name] for name in state_dict}
-        )
+    def save_misnamed(path: Path, state_dict: Tensors, **options: Any) -> None:
+        misnamed = {name.replace("embed_tokens", "embed"): state_dict[name] for name in state_dict}
+        save_pretrained(path, state_dict=misnamed, **options)
 
     model.save_pretrained = save_misnamed
     with pytest.raises(ValueError, match="would not find") as error:

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(
 SLACK_S, CHECKED_S, COLLECTED_S = 1.5 * load(), 0.1 * load(), 60 * load()
 CLOSING_S = 0.75 * TIMEOUT_S + SLACK_S  # half of the limit for launched work, a quarter for NCCL
 VICTIM = 1
-PLANNING = "fusco.cuda.planning:plan_slots"
-SCATTERING = "fusco.cuda.own_rows:scatter_rows"
-SUMMING = "fusco.cuda.intranode:combine_rows"
-NETWORK = "fusco.cuda.network:Network.exchange"
+PLANNING = "fusco.cuda.within_node.planning:plan_slots"
+SCATTERING = "fusco.cuda.within_node.own_rows:scatter_rows"
+SUMMING = "fusco.cuda.within_node.shuffle:combine_rows"
+NETWORK = "fusco.cuda.between_nodes.network:Network.exchange"
 SETTLING = "fusco.api.communicator:Communicator._settle"
 EXACT, STATIC = None, fusco.StaticRows(4096)
 

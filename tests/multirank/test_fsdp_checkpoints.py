@@ -78,6 +78,22 @@ def test_what_is_exported_reloads(four, tmp_path, kind):
         assert torch.equal(tensor, weights[name]), name
 
 
+def test_an_export_gathers_whole_blocks_up_to_a_size(four, tmp_path):
+    model = make_model("mixtral")
+    block = sum(tensor.nbytes for tensor in model.model.layers[0].state_dict().values())
+    rest = sum(tensor.nbytes for tensor in model.state_dict().values()) - 2 * block
+    wanted = {1: [rest, block, block], rest + block: [rest + block, block], 3 * block + rest: [rest + 2 * block]}
+    for limit, sizes in wanted.items():
+        path = tmp_path / str(limit)
+        assert four.run(jobs.parts_of_export, Run(kind="mixtral"), path, limit) == [sizes, [], [], []]
+        names = {f"model-{i:05d}-of-{len(sizes):05d}.safetensors" for i in range(1, len(sizes) + 1)}
+        names = names | {"model.safetensors.index.json"} if len(sizes) > 1 else {"model.safetensors"}
+        assert {file.name for file in path.iterdir()} == names | {"config.json", "generation_config.json"}
+        again = transformers.AutoModelForCausalLM.from_pretrained(path)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+
+
 def test_a_model_loads_without_an_optimizer(four, tmp_path):
     saved, *_ = four.run(jobs.save, Run(ep_size=2), tmp_path / "whole")
     for loaded in four.run(jobs.load_without_optimizer, Run(ep_size=4), tmp_path / "whole", tmp_path / "model"):

@@ -17,7 +17,7 @@ from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, row_bytes, wants_grad
 from fusco.core.segments import Segments
-from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.cuda.memory.layout import MAX_PAYLOADS
 from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
 

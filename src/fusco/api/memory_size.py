@@ -6,7 +6,7 @@ from fusco.core.config import Capacity, Settings
 from fusco.core.memory_size import MemorySize
 from fusco.core.topology import Topology
 from fusco.cpu.layout import CpuLayout
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.layout import DeviceLayout
 
 
 def memory_size_hint(

@@ -16,7 +16,7 @@ from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import plain, wants_grad
 from fusco.core.segments import Segments
-from fusco.cuda.layout import MAX_PAYLOADS
+from fusco.cuda.memory.layout import MAX_PAYLOADS
 from fusco.engine.base import (
     AllToAllRequest,
     CombineRequest,

@@ -251,7 +251,7 @@ def _nccl() -> _Outcome:
 
 def _rails() -> _Outcome:
     from fusco.core.errors import CompileError
-    from fusco.rails.engine import library_path
+    from fusco.rails.binding import library_path
     from fusco.rails.nccl import nccl_version, why_not_nccl
     from fusco.rails.rail import discover_rails
 

@@ -17,9 +17,9 @@ from fusco.control.member_gather import Gather
 from fusco.control.transport import Message, Ticket, memory_of
 from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportError
 from fusco.rails.address import Address
+from fusco.rails.binding import NAME_BYTES
 from fusco.rails.channel import Channel
 from fusco.rails.endpoint import Endpoint
-from fusco.rails.engine import NAME_BYTES
 from fusco.rails.rail import Rail
 
 _SPREAD_S = 0.25  # a rail that has not connected this long after the first one is used when it does

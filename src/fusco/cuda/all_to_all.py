@@ -17,8 +17,8 @@ from fusco.core.errors import Stall
 from fusco.core.lanes import IntArray
 from fusco.core.profile import CallProfile
 from fusco.core.segments import Segments
+from fusco.cuda.between_nodes.network import Network, messages_of
 from fusco.cuda.byte_streams import Copy
-from fusco.cuda.network import Network, messages_of
 from fusco.engine.all_to_all import FlowSlice, MemorySpan, cut_flow
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, NUM_MEMORIES, OFFSET, OUTPUT, Flow, RankSchedule
 

@@ -11,10 +11,10 @@ import torch
 from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
 from fusco.core.segments import Segments
-from fusco.cuda.arena import Arena
+from fusco.cuda.between_nodes.network import Network, messages_of
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.copy_segments import copy_segments
-from fusco.cuda.network import Network, messages_of
+from fusco.cuda.memory.arena import Arena
 from fusco.engine.byte_stream import in_turn
 from fusco.engine.tasks import Task
 

@@ -11,13 +11,13 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
-from fusco.cuda.arena import Arena
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.launcher import Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.arena import Arena
+from fusco.cuda.memory.layout import DeviceLayout
 from fusco.planner.routing import describe_invalid_id, logical_id
 
 

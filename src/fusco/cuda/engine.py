@@ -26,24 +26,24 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import Arrival, ByteMemory, MessageRounds, SegmentMemory
-from fusco.cuda.arena import Arena, allocate_on_all_ranks
+from fusco.cuda.between_nodes.network import Network
+from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.byte_streams import DeviceSegmentChannels
 from fusco.cuda.context import CudaContext
-from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.gpu import Gpu
-from fusco.cuda.internode import InternodeShuffle
-from fusco.cuda.intranode import IntranodeShuffle
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.layout import DeviceLayout
-from fusco.cuda.network import Network
-from fusco.cuda.own_rows import OwnRows
+from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
+from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
-from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.repeated_calls import RepeatedCalls
-from fusco.cuda.repeated_internode import RepeatedInternodeCalls
+from fusco.cuda.repeated.between_nodes import RepeatedInternodeCalls
+from fusco.cuda.repeated.within_node import RepeatedCalls
 from fusco.cuda.stream_order import Drain, StreamOrder, inside
+from fusco.cuda.within_node.device_plan import DevicePlan
+from fusco.cuda.within_node.own_rows import OwnRows
+from fusco.cuda.within_node.planning import DevicePlanner
+from fusco.cuda.within_node.shuffle import IntranodeShuffle
 from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
     AllToAllRequest,

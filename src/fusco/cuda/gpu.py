@@ -11,8 +11,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from fusco.control.member_gather import Gather
 from fusco.core.errors import SharedMemoryError, Stall, TransportError
-from fusco.cuda.nccl import NcclTransport
-from fusco.cuda.rendezvous import rendezvous
+from fusco.cuda.between_nodes.nccl import NcclTransport
+from fusco.cuda.memory.rendezvous import rendezvous
 
 # The handle of a device's current stream in 0.1 us; PyTorch's public function makes an object, which takes 2. Builds of
 # PyTorch for CPUs have none.

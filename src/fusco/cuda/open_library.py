@@ -10,7 +10,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.choose_owners import max_divided
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import plan_shared_bytes
-from fusco.cuda.repeated_calls import warm_up_repeated_calls
+from fusco.cuda.repeated.within_node import warm_up_repeated_calls
 
 _MAX_DIVIDED = 10 << 10  # counters of 4 bytes, in shared memory that needs no attribute of the kernel
 _MAX_TOPK, _MAX_RANKS = 32, 32  # one lane of a warp per expert of a token, one bit of a uint32 per rank

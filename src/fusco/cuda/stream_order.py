@@ -11,8 +11,8 @@ import torch
 
 from fusco.control.threads import limit_now
 from fusco.core.config import Launch
-from fusco.cuda.device_plan import SEVERAL_STREAMS, DevicePlan
 from fusco.cuda.gpu import Gpu
+from fusco.cuda.within_node.device_plan import SEVERAL_STREAMS, DevicePlan
 
 _POLL_INTERVAL_S = 1e-3
 _Result = TypeVar("_Result")

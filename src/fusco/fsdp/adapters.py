@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from fusco.fsdp.expert_adapters import ExpertAdapter
 from fusco.fsdp.resharding import is_whole_copy
 
 # Values of LoraConfig.init_lora_weights (peft 0.21) with which adapters do not depend on the weights below them.
@@ -51,6 +52,20 @@ def base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: _base_name(name, prefix, wrapped) for name in names if not _is_of_adapter(name, wrapped)}
 
 
+def adapter_names(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of weights that the files of a model's adapters may have.
+
+    These are those of adapters, the copies that they train, and all outside of blocks: embeddings that were resized are
+    in such files, too.
+    """
+    wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    return {
+        name
+        for name in names
+        if _is_of_adapter(name, wrapped) or ".modules_to_save." in name or not any(map(str.isdigit, name.split(".")))
+    }
+
+
 def _is_of_adapter(name: str, wrapped: set[str]) -> bool:
     parts = name.split(".")
     inside = [length for length in range(1, len(parts)) if ".".join(parts[:length]) in wrapped]
@@ -80,8 +95,10 @@ def prepare_adapters(model: nn.Module, name: str) -> None:
         return
     for layer, module in model.named_modules():
         if hasattr(module, "base_layer"):
+            forward = vars(module).get("forward")
+            merging: Any = forward if isinstance(forward, ExpertAdapter) else module
             for verb in ("merge", "unmerge"):
-                setattr(module, verb, _MergeIntoShards(getattr(module, verb), module, layer))
+                setattr(module, verb, _MergeIntoShards(getattr(merging, verb), module, layer))
     base = base_model(model)
     if base is not model and (first := _first_of_root(model)):
         base.register_forward_pre_hook(_BaseCall(name, *first))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
@@ -28,6 +29,7 @@ class Experts:
         num_experts: of all ranks.
         up_name: ``"gate_up_proj"`` or ``"up_proj"``.
         is_transposed: whether matrices are stored as (num_inputs, num_outputs).
+        adapters: LoRA of peft on the projections.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Experts:
     num_experts: int
     up_name: str
     is_transposed: bool
+    adapters: tuple[ExpertAdapter, ...] = ()
 
     def run(
         self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor, copies: Mapping[str, torch.Tensor] | None = None
@@ -47,14 +50,21 @@ class Experts:
         weights = self.weights()
         if copies:
             weights = {name: torch.cat([weight, copies[name]]) for name, weight in weights.items()}
-        up, down = (weights[name] for name in (self.up_name, _DOWN_NAME))
+        stacks = [weights[name] for name in (self.up_name, _DOWN_NAME)]
         if not self.is_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        num_rows_per_expert = num_rows_per_expert[: len(up)]
-        sizes = sizes_for(rows, (up, down), num_rows_per_expert)
-        hidden = grouped_linear(rows, up, weights.get(f"{self.up_name}_bias"), num_rows_per_expert, sizes)
-        hidden = self._activation(hidden)
-        return grouped_linear(hidden, down, weights.get(f"{_DOWN_NAME}_bias"), num_rows_per_expert, sizes)
+            stacks = [stack.transpose(1, 2) for stack in stacks]
+        num_rows_per_expert = num_rows_per_expert[: len(stacks[0])]
+        sizes = sizes_for(rows, stacks, num_rows_per_expert)
+
+        def project(name: str, stack: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+            out = grouped_linear(inputs, stack, weights.get(f"{name}_bias"), num_rows_per_expert, sizes)
+            for adapter in self.adapters:
+                if adapter.parameter == name:
+                    out = adapter.add_products(out, inputs, weights, num_rows_per_expert, sizes)
+            return out
+
+        hidden = self._activation(project(self.up_name, stacks[0], rows))
+        return project(_DOWN_NAME, stacks[1], hidden)
 
     def describe(self) -> str:
         """Return the formula that ``run`` computes for a row."""
@@ -70,8 +80,10 @@ class Experts:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all parameters of this rank's experts, (num_local_experts, ...), by name."""
-        return {name: self.local(name) for name, _ in self.module.named_parameters(recurse=False)}
+        """Return all parameters of this rank's experts, and of their adapters, (num_local_experts, ...), by name."""
+        weights = {name: self.local(name) for name, _ in self.module.named_parameters(recurse=False)}
+        dtype = weights[_DOWN_NAME].dtype
+        return weights | {key: each for adapter in self.adapters for key, each in adapter.weights(dtype).items()}
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.up_name == "up_proj":
@@ -91,15 +103,18 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
     Raises:
         ValueError: if there is none, with all modules that look like experts and why they do not qualify; for one with
-            additional parameters, and for one whose parameters an adapter or a parametrization changes.
+            additional parameters, and for one whose parameters a parametrization, or another adapter than LoRA of peft
+            on a projection, changes.
     """
     found, candidates = [], []
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if not obstacle:
-            _check_unwrapped(name, module, model)
+            wrappers = find_expert_adapters(name, module, model)
             stacks = dict(module.named_parameters(recurse=False))
-            found.append(_experts_of(name, module, next(key for key in _UP_NAMES if key in stacks)))
+            experts = _experts_of(name, module, next(key for key in _UP_NAMES if key in stacks))
+            adapters = (ExpertAdapter(wrapper, module, 0, experts.num_experts) for wrapper in wrappers)
+            found.append(replace(experts, adapters=tuple(adapters)))
         elif looks_like_experts(name, module):
             candidates.append(Candidate(name, module, obstacle))
         _check_unparametrized(name, module)
@@ -128,23 +143,6 @@ def _obstacle(module: nn.Module) -> str:
         inputs = ", ".join(inspect.signature(module.forward).parameters)
         return f"it is called with ({inputs}) and not with (hidden_states, top_k_index, top_k_weights)"
     return ""
-
-
-def _check_unwrapped(name: str, module: nn.Module, model: nn.Module) -> None:
-    """Raise for experts inside an adapter, which would add plain tensors to their distributed parameters.
-
-    Adapters keep the module that they adapt as ``base_layer``.
-    """
-    parts = name.split(".")
-    for length in range(len(parts)):
-        parent = model.get_submodule(".".join(parts[:length]))
-        if parts[length] == "base_layer":
-            raise ValueError(
-                f"{name} ({type(module).__name__}) is wrapped by an adapter, {type(parent).__name__}, which changes "
-                f"the experts' parameters: fusco distributes experts without adapters only, so leave them out of the "
-                f"adapter's targets (LoRA of peft: target_modules by name, not 'all-linear', and no experts in "
-                f"target_parameters), or merge it first (merge_and_unload)"
-            )
 
 
 def _check_unparametrized(name: str, module: nn.Module) -> None:

@@ -42,7 +42,8 @@ def check_formulas(found: Sequence[Experts]) -> None:
     for experts in reversed(kind_to_experts.values()):
         module = experts.module
         # Without the experts implementation of transformers.
-        _check(experts, module.forward if "forward" in vars(module) else _class_forward(module), made)
+        forward = module.forward if "forward" in vars(module) else _class_forward(module)
+        _check(replace(experts, adapters=()), forward, made)
 
 
 class FormulaChecks:

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fusco.fsdp.adapters import base_model, base_names, is_adapted
+from fusco.fsdp.gathered_parts import gathered_parts, write_parts
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
-
-Part = tuple[slice, ...]
+from fusco.fsdp.shards import Part, local_part, local_values
 
 
 @torch.no_grad()
@@ -59,22 +56,25 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
         for source in _sources(base, files.keys(), targets):
             for name, values in source.read(files, base, targets).items():
                 for target in (targets[name], *copies.get(name, ())):
-                    _local_values(target).copy_(values)
+                    local_values(target).copy_(values)
                 missing.discard(name)
     if missing := _untied(missing, targets):
         raise ValueError(f"{len(missing)} weights of the model are not in {path}, such as {min(missing)}")
 
 
-def save_hugging_face(path: str | Path, model: nn.Module) -> None:
+def save_hugging_face(path: str | Path, model: nn.Module, *, max_file_bytes: int = 5 << 30) -> None:
     """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
 
-    Rank 0 gathers and writes all weights, so its main memory must hold them. It checks that transformers would find
-    every weight by its name in the files, and only then do they replace those of an earlier save in the folder, whose
-    other files stay. Of a model with adapters (peft), only these are written.
+    Rank 0 gathers and writes a file at a time, so that no rank ever has the whole model. It checks that transformers
+    would find every weight by its name in the files, and only then do they replace those of an earlier save in the
+    folder, whose other files stay. Of a model with adapters (peft), only these are gathered and written.
 
     Args:
         path: the folder.
         model: a parallelized model of transformers, with or without adapters.
+        max_file_bytes: of weights in a file. A file has whole blocks (layers), one at least. A model that fits is in
+            one file, ``model.safetensors``, and another in several with an index. In addition to its shards, rank 0
+            needs memory for a file and for one block.
 
     Raises:
         TypeError: for another model.
@@ -90,32 +90,26 @@ def save_hugging_face(path: str | Path, model: nn.Module) -> None:
             f"transformers has distributed this {original_class(type(model)).__name__} by its distributed_config and "
             f"writes it by itself: call model.save_pretrained(path) on all ranks"
         )
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=whole)
+    parts = gathered_parts(model, max_file_bytes)
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             with original_classes(model), replaced_weights(Path(path)) as beside:
-                save_pretrained(beside, state_dict=_tied_as_in(model, weights))
-                if not is_adapted(model):  # otherwise it has written adapters, whose names are different
+                if is_adapted(model):  # adapters are written by peft, with names of its own
+                    save_pretrained(beside, state_dict={name: each for part in parts for name, each in part.items()})
+                else:
+                    write_parts(beside, model, parts)
                     _check_names(Path(path), beside, model)
         except Exception as error:  # noqa: BLE001  any error must reach the other ranks, which wait for it
             failure = error
+    for _ in parts:
+        pass  # the other ranks; or, after a failure, the collectives that these expect
     outcome = [repr(failure) if failure else ""]
     dist.broadcast_object_list(outcome, src=0)
     if failure:
         raise failure
     if outcome[0]:
         raise OSError(f"rank 0 could not write {path}: {outcome[0]}")
-
-
-def _tied_as_in(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Replace the copies of a tied parameter by one tensor, so that it is written once."""
-    first: dict[int, str] = {}
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if name in weights:
-            weights[name] = weights[first.setdefault(id(parameter), name)]
-    return weights
 
 
 def _check_names(path: Path, written: Path, model: Any) -> None:
@@ -197,7 +191,7 @@ class _Source:
     def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's part of everything made from this source."""
         target = targets[self.name]
-        part = _local_part(target)
+        part = local_part(target)
         if self.converter is None:
             ((key,),) = self.pattern_to_keys.values()
             _check_shape(self.name, target, files.shape(key))
@@ -207,7 +201,7 @@ class _Source:
         stacks_experts = type(first).__name__ == "MergeModulelist" and first.dim == 0
         has_expert_tensors = stacks_experts and all(len(keys) == len(target) for keys in self.pattern_to_keys.values())
         if has_expert_tensors and part[0].start == part[0].stop:
-            return {self.name: _local_values(target)}  # this rank has none
+            return {self.name: local_values(target)}  # this rank has none
         for pattern, keys in self.pattern_to_keys.items():
             for key in keys[part[0]] if has_expert_tensors else keys:
                 self.converter.add_tensor(self.name, key, pattern, files.read(key))
@@ -216,7 +210,7 @@ class _Source:
             values = converted[0] if isinstance(converted, list) else converted
             shape = (len(targets[name]), *values.shape[1:]) if has_expert_tensors else values.shape
             _check_shape(name, targets[name], shape)
-            part = _local_part(targets[name])
+            part = local_part(targets[name])
             name_to_part[name] = values[(slice(None), *part[1:]) if has_expert_tensors else part]
         return name_to_part
 
@@ -246,18 +240,6 @@ def _sources(model: nn.Module, keys: Iterable[str], targets: dict[str, torch.Ten
     if unknown:
         warnings.warn(f"{len(unknown)} weights in the files are not in the model, such as {unknown[0]}", stacklevel=3)
     return list(sources.values())
-
-
-def _local_part(tensor: torch.Tensor) -> Part:
-    """Return the slices of a parameter that are on this rank."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-
-
-def _local_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_shape(name: str, target: torch.Tensor, shape: Iterable[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -11,6 +13,7 @@ from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
 from fusco.fsdp.data_parallel import refuse_data_parallel
 from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
+from fusco.fsdp.expert_adapters import ExpertAdapter
 from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
@@ -57,10 +60,10 @@ def parallelize(
 
     Raises:
         ValueError: on all ranks, before anything is changed: for an unknown ``activation_checkpointing``, a dispatcher
-            of another group, a model without experts or already parallelized, experts that are wrapped by an adapter
-            or do not compute what ``Experts.run`` computes, a number of experts that ``ep_size`` does not divide, a
-            parameter or a container that cannot be sharded, trainable parameters of several dtypes in a block, a
-            parameter that blocks share, or weights that differ between ranks.
+            of another group, a model without experts or already parallelized, experts that do not compute what
+            ``Experts.run`` computes or that another adapter than LoRA of peft wraps, a number of experts that
+            ``ep_size`` does not divide, a parameter or a container that cannot be sharded, trainable parameters of
+            several dtypes in a block, a parameter that blocks share, or weights that differ between ranks.
     """
     settled = sharding or Sharding()
 
@@ -75,10 +78,12 @@ def parallelize(
 
     found = check_on_all_ranks(check, mesh.device_type)
     check_equal_weights(model, mesh.device_type)
+    found = [_distribute(experts, mesh) for experts in found]
     for experts in found:
-        _distribute(experts, mesh)
         shard_experts(experts, mesh, settled)
         experts.module.forward = ExpertParallelLayer(experts, dispatcher, balance)
+        for adapter in experts.adapters:
+            adapter.layer.forward = adapter
     units, name = find_units(model, found), type(model).__name__
     shard_dense(model, units, mesh, settled)
     prepare_adapters(model, name)
@@ -128,7 +133,7 @@ def _check_shape(experts: Experts, mesh: EPMesh, expert_dim: int) -> None:
             )
 
 
-def _distribute(experts: Experts, mesh: EPMesh) -> None:
+def _distribute(experts: Experts, mesh: EPMesh) -> Experts:
     """Keep only this rank's experts, as DTensors, from which FSDP, checkpoints and norms know the placement."""
     for key, parameter in list(experts.module.named_parameters()):
         # Every rank slices its copy before the part moves to the device; nothing is sent.
@@ -136,3 +141,7 @@ def _distribute(experts: Experts, mesh: EPMesh) -> None:
         mine = parameter.detach().chunk(mesh.ep_size)[ep_mesh.get_local_rank()]
         local = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)
         experts.module.register_parameter(key, nn.Parameter(local, requires_grad=parameter.requires_grad))
+    num_local = experts.num_experts // mesh.ep_size
+    first = mesh.expert["ep"].get_local_rank() * num_local
+    adapters = (ExpertAdapter(each.layer, experts.module, first, num_local) for each in experts.adapters)
+    return replace(experts, adapters=tuple(adapters))

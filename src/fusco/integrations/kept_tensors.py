@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fusco.cuda.device_plan import capture_number
 from fusco.cuda.gpu import raw_stream_of
+from fusco.cuda.within_node.device_plan import capture_number
 
 
 class KeptTensors:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.config import Launch, StaticRows
-from fusco.cuda.device_plan import is_capturing
+from fusco.cuda.within_node.device_plan import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
 from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
 from fusco.integrations.growth import GrowingCommunicators, Grown, Need

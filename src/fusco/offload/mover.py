@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from fusco.core.c_library import load_c_library, sources_of
 from fusco.core.errors import ThreadError
 from fusco.offload.driver import DriverTable
+from fusco.rails.binding import LimitsState
 from fusco.rails.board import Board
-from fusco.rails.engine import LimitsState
 from fusco.rails.limits import Limits
 from fusco.rails.rail import MAX_RAILS
 

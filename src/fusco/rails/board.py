@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusco.core.board_files import board_pattern
-from fusco.rails.engine import NamedRail as _NamedRail, ask, functions
+from fusco.rails.binding import NamedRail as _NamedRail, ask, functions
 from fusco.rails.rail import MAX_RAILS, Rail
 
 MAX_WORKERS = 64

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from fusco.core.errors import ClosedError, PeerFailureError, Stall
+from fusco.rails.binding import CLOSED, FORKED, LEFT, ChannelState, RequestState, acquire, functions
 from fusco.rails.buffers import as_bytes
-from fusco.rails.engine import CLOSED, FORKED, LEFT, ChannelState, RequestState, acquire, functions
 from fusco.rails.request import Request
 
 CLOSING_S = 4.0  # what is left to deliver must pass rails that may have failed; the engine gives up after 3 s

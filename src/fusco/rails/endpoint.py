@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fusco.core.errors import ClosedError, TransportError
 from fusco.rails.address import Address
+from fusco.rails.binding import NAME_BYTES, SECRET_BYTES, ChannelState, Config, Peer, Progress, ask, functions, texts_of
 from fusco.rails.channel import CLOSING_S, Channel
-from fusco.rails.engine import NAME_BYTES, SECRET_BYTES, ChannelState, Config, Peer, Progress, ask, functions, texts_of
 from fusco.rails.limits import Limits
 from fusco.rails.policy import Policy, policy_named
 from fusco.rails.rail import MAX_RAILS, Rail, check_rails

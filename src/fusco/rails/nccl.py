@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusco.rails.engine import library_path, texts_of
+from fusco.rails.binding import library_path, texts_of
 from fusco.rails.limits import Limits
 from fusco.rails.policy import Policy, policy_named
 from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fusco.rails.engine import TOO_LARGE, RequestState, acquire
+from fusco.rails.binding import TOO_LARGE, RequestState, acquire
 
 _DONE = 3  # a state
 _SLICE_S = 0.1  # of a wait in the engine, so that signals are handled

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from fusco.cuda.kernels import plan as plan_kernel
-from fusco.cuda.repeated_calls import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
-from fusco.cuda.repeated_internode import RepeatedInternodeCombine, RepeatedInternodeDispatch
+from fusco.cuda.repeated.between_nodes import RepeatedInternodeCombine, RepeatedInternodeDispatch
+from fusco.cuda.repeated.within_node import RepeatedCombine, RepeatedDispatch, RepeatedRedispatch
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def no_bound(request):
     """Without an output of the maximum size, if the test asks for that."""
     with ExitStack() as stack:
         if request.param:
-            for name in ("intranode", "repeated_calls", "internode"):
+            for name in ("within_node.shuffle", "repeated.within_node", "between_nodes.shuffle"):
                 stack.enter_context(mock.patch(f"fusco.cuda.{name}.affordable_bound_of", return_value=None))
         yield
 

@@ -7,8 +7,8 @@ from emulated_scenes import Emulated
 from simulated_nodes import Rank
 
 from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
-from fusco.cuda.device_plan import DevicePlan
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.layout import DeviceLayout
+from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 

@@ -10,7 +10,7 @@ from simulated_device import Machine
 from simulated_nodes import World
 
 from fusco import ExpertPlacement
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.layout import DeviceLayout
 
 EPOCHS = [1, 2, 3]  # PLAN_EPOCH, ROWS_EPOCH and COMBINE_EPOCH of comm.cuh
 

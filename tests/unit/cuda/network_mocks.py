@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from fusco.bench.host.null_device import NullEvent, NullGpu, NullStream
-from fusco.cuda.nccl import Message
-from fusco.cuda.network import Network
-from fusco.cuda.replayed_messages import ReplayedMessages
+from fusco.cuda.between_nodes.nccl import Message
+from fusco.cuda.between_nodes.network import Network
+from fusco.cuda.between_nodes.replayed_messages import ReplayedMessages
 
 DEVICE = torch.device("cuda", 3)
 LIMIT_S, NO_LIMIT_S = 0.3, 600.0
@@ -107,7 +107,7 @@ class OnHost(ReplayedMessages):
 @contextmanager
 def network_to(num_remote_nodes):
     gpu = Gpu()
-    with mock.patch("fusco.cuda.network.ReplayedMessages", OnHost):
+    with mock.patch("fusco.cuda.between_nodes.network.ReplayedMessages", OnHost):
         network = Network(gpu, mock.Mock(), Watchdog(), gpu.stream, num_remote_nodes, LIMIT_S, on_stall=mock.Mock())
         yield network
         network.close()

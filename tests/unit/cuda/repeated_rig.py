@@ -24,8 +24,8 @@ from fusco import (
     Topology,
 )
 from fusco.bench.host.null_device import NullGpu, NullLibrary, null_communicator
+from fusco.cuda.between_nodes.nccl import NcclTransport
 from fusco.cuda.kernels.library import Kernel
-from fusco.cuda.nccl import NcclTransport
 from store_gathers import on_ranks
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS, HIDDEN = 2, 6, 2, 8, 16

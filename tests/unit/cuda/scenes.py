@@ -13,8 +13,8 @@ from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco import BALANCERS, Balancer, Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
-from fusco.cuda.internode_plan import InternodePlan
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.between_nodes.plan import InternodePlan
+from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing, routing_bytes_per_row
 from generator import Case, any_bits, number_of

@@ -18,15 +18,15 @@ from fusco.core.access import Access
 from fusco.core.config import Launch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.arena import Arena
+from fusco.cuda.between_nodes.nccl import Message
+from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.context import CudaContext
-from fusco.cuda.device_plan import DevicePlan
-from fusco.cuda.internode import InternodeShuffle
-from fusco.cuda.intranode import IntranodeShuffle
-from fusco.cuda.layout import DeviceLayout
-from fusco.cuda.nccl import Message
-from fusco.cuda.own_rows import OwnRows
-from fusco.cuda.planning import DevicePlanner
+from fusco.cuda.memory.arena import Arena
+from fusco.cuda.memory.layout import DeviceLayout
+from fusco.cuda.within_node.device_plan import DevicePlan
+from fusco.cuda.within_node.own_rows import OwnRows
+from fusco.cuda.within_node.planning import DevicePlanner
+from fusco.cuda.within_node.shuffle import IntranodeShuffle
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
 
 

@@ -25,7 +25,7 @@ _LIMIT_S = 30.0
 
 
 class Network:
-    """Replaces ``fusco.cuda.network.Network`` on one rank: bytes move, a round at a time.
+    """Replaces ``fusco.cuda.between_nodes.network.Network`` on one rank: bytes move, a round at a time.
 
     Both ends of a message must have it in the same round, and all come to their rounds in order: NCCL would wait for
     ever otherwise.

@@ -14,8 +14,8 @@ from simulated_nodes import Rank
 
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.arena import Arena
 from fusco.cuda.failure import stall_of
+from fusco.cuda.memory.arena import Arena
 from fusco.cuda.tuning import MAX_PARTS
 
 pytestmark = [

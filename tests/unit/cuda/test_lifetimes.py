@@ -13,12 +13,12 @@ from simulated_device import Machine, SimulatedGpu, Stream
 from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
 from fusco.core.errors import TransportError
 from fusco.core.profile import Call, CallProfile
-from fusco.cuda.device_plan import DevicePlan, capture_number
+from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.engine import CudaEngine
-from fusco.cuda.internode_plan import InternodePlan
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.stream_order import StreamOrder
+from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
 from fusco.engine.base import CombineRequest, RedispatchRequest
 from fusco.planner.internode import InternodeTraffic
 
@@ -157,7 +157,7 @@ def made_of(plan: InternodePlan) -> list[torch.Tensor]:
 def capturing(number: int):
     """Let the current stream be in a capture of this number; 0 for none."""
     return mock.patch.multiple(
-        "fusco.cuda.device_plan", is_capturing=lambda: bool(number), capture_number=lambda: number
+        "fusco.cuda.within_node.device_plan", is_capturing=lambda: bool(number), capture_number=lambda: number
     )
 
 
@@ -214,7 +214,7 @@ def test_a_capture_is_told_from_others_by_the_drivers_number():
     driver.cuStreamGetCaptureInfo.return_value = (0, "active", 17, "graph", [], [], 0)
     with (
         mock.patch.dict("sys.modules", {"cuda.bindings": mock.Mock(driver=driver)}),
-        mock.patch("fusco.cuda.device_plan.is_capturing", return_value=True),
+        mock.patch("fusco.cuda.within_node.device_plan.is_capturing", return_value=True),
         mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=5)),
     ):
         assert capture_number() == 17

@@ -195,8 +195,8 @@ def test_experts_with_an_adapter_are_rejected():
     plain, experts = (Stack(gate_up_proj=(2, 8, 3), down_proj=(2, 3, 4)) for _ in range(2))
     wrapped = ParamWrapper(ParamWrapper(experts, "gate_up_proj"), "down_proj")
     text = (
-        r"mlp\.experts\.base_layer\.base_layer \(Stack\) is wrapped by an adapter, ParamWrapper, .* so leave them out "
-        r".*target_parameters\), or merge it first"
+        r"mlp\.experts\.base_layer\.base_layer \(Stack\) is wrapped by an adapter, ParamWrapper: of adapters on "
+        r"experts, .* target_parameters\), so leave experts out .*, or merge it first"
     )
     with pytest.raises(ValueError, match=text):
         find_experts(nn.ModuleDict({"first": plain, "mlp": nn.ModuleDict({"experts": wrapped})}))

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from fusco import BALANCERS, Capacity, Settings, Topology, Traffic
 from fusco.core.config import EngineConfig
 from fusco.cpu.layout import CpuLayout
-from fusco.cuda.layout import DeviceLayout
+from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.agreed_lanes import agreed_lanes
 from fusco.planner.rank_links import links_of_ranks
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from fusco.bench.rails.plugin import Plugin, PluginChannel
-from fusco.rails import Address, Endpoint, Limits, Rail, engine
-from fusco.rails.engine import library_path
+from fusco.rails import Address, Endpoint, Limits, Rail, binding
+from fusco.rails.binding import library_path
 from fusco.rails.nccl import environment_of_plugin
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
 LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.0)
-engine.FLAGS += os.environ.get("ENGINE_FLAGS", "").split()  # also for the endpoints of this process
+binding.FLAGS += os.environ.get("ENGINE_FLAGS", "").split()  # also for the endpoints of this process
 SOME = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8)
 
 

@@ -17,8 +17,8 @@ from fusco.bench.rails.plugin import SYSTEM_ERROR, Plugin, PluginError
 from fusco.core.cache import CacheFolder
 from fusco.core.errors import CompileError
 from fusco.rails import Limits, Rail, nccl_plugin
+from fusco.rails.binding import library_path
 from fusco.rails.board import Board
-from fusco.rails.engine import library_path
 from fusco.rails.nccl import environment_of_plugin, why_not_nccl
 
 

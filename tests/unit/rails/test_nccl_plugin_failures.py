@@ -45,8 +45,8 @@ from wire_by_hand import (
 
 from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
 from fusco.rails import Limits
+from fusco.rails.binding import library_path
 from fusco.rails.board import Board
-from fusco.rails.engine import library_path
 from fusco.rails.nccl import environment_of_plugin
 
 PEER = """

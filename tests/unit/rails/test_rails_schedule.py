@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fusco.rails import POLICIES, Limits, Policy
-from fusco.rails.engine import LimitsState, functions
+from fusco.rails.binding import LimitsState, functions
 from fusco.rails.policy import policy_named
 from fusco.rails.rail import MAX_RAILS
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fusco.rails import Endpoint, Limits, Rail
+from fusco.rails.binding import functions
 from fusco.rails.board import BORROWED, COMPLETED, LAST_RX, LAST_TX, RX_CHUNKS, Board
-from fusco.rails.engine import functions
 
 NUM = 3
 EVERY = (1 << NUM) - 1

@@ -24,18 +24,18 @@ from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, StaticRows
 from fusco.core.topology import Topology
+from fusco.cuda.between_nodes.network import Network
+from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.engine import CudaEngine
-from fusco.cuda.internode import InternodeShuffle
 from fusco.cuda.kernels.library import Kernel
 from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
 from fusco.cuda.kernels.repeated_launches import RepeatedLaunches
-from fusco.cuda.network import Network
-from fusco.cuda.own_rows import OwnRows
-from fusco.cuda.planning import DevicePlanner
-from fusco.cuda.repeated_calls import RepeatedDispatch, RepeatedOfPlan
-from fusco.cuda.repeated_internode import RepeatedInternodeCombine
+from fusco.cuda.repeated.between_nodes import RepeatedInternodeCombine
+from fusco.cuda.repeated.within_node import RepeatedDispatch, RepeatedOfPlan
 from fusco.cuda.stream_order import StreamOrder
+from fusco.cuda.within_node.own_rows import OwnRows
+from fusco.cuda.within_node.planning import DevicePlanner
 
 VARIANTS = ("exact", "static")
 _NUM_ROUNDS = 7  # the median one counts

@@ -14,8 +14,8 @@ from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, Crew
 from fusco.bench.rails.record import CaseResult, percentile_ms, scaled
 from fusco.rails import POLICIES, Endpoint, Rail
+from fusco.rails.binding import functions
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, Board
-from fusco.rails.engine import functions
 from fusco.testbed import Testbed
 
 _REPEATS, _CALLS = 7, 5000

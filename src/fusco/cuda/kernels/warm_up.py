@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fusco.core.placement import ExpertPlacement
-from fusco.cuda.device_plan import DevicePlan
 from fusco.cuda.kernels import weight_gradients
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.combine_rows import combine_rows
@@ -19,6 +18,7 @@ from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan import PlanShape, PlanTables, PlanTensors, PlanTerms, PublishedRouting, plan_slots
 from fusco.cuda.kernels.scatter_rows import OwnRouting, ScatterTerms, scatter_rows
 from fusco.cuda.tuning import ROWS_OF_EACH_SHAPE, pushes_early
+from fusco.cuda.within_node.device_plan import DevicePlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-/* What fusco.rails calls (fusco/rails/engine.py). A function with `why` writes there what is wrong, and returns nothing. */
+/* What fusco.rails calls (fusco/rails/binding.py). A function with `why` writes there what is wrong, and returns nothing. */
 #include "engine.h"
 
 #include <stdio.h>

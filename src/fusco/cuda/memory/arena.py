@@ -1,0 +1,128 @@
+"""Peer-visible device memory of one rank, and the host-pinned flags for errors and aborts."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from fusco.control.connect import raise_if_any
+from fusco.control.flags import Flags
+from fusco.control.member_gather import Gather
+from fusco.core.errors import SharedMemoryError
+from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.abi import pinned
+from fusco.cuda.kernels.comm import Failure, Report, comm_type
+from fusco.cuda.memory.layout import DeviceLayout
+from fusco.cuda.memory.plan_report import PlanReport
+
+_NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
+_END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
+
+
+def allocate_on_all_ranks(store_gather: Gather, num_bytes: int, gpu: Gpu) -> torch.Tensor:
+    """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
+    memory, error = None, ""
+    try:
+        memory = gpu.allocate_visible(num_bytes)
+    except SharedMemoryError as failure:
+        error = str(failure)
+    raise_if_any(store_gather.all_gather("device memory", error))
+    assert memory is not None
+    return memory
+
+
+class _Abort(ctypes.Structure):
+    """A flag that kernels poll, in a word that compiled code can read."""
+
+    _fields_ = (("value", ctypes.c_uint32), ("pad", ctypes.c_uint32))
+
+
+class Arena:
+    """Peer-visible ``memory`` laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
+
+    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: Gather, gpu: Gpu) -> None:
+        """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``.
+
+        Raises ``SharedMemoryError`` on all ranks if one cannot map its peers'.
+        """
+        topology, device = layout.topology, memory.device
+        self.rank, self.layout, self.device, self.memory = store_gather.rank, layout, device, memory
+        self.gpu = gpu
+        self.node_ranks = topology.node_to_ranks[topology.rank_to_node[self.rank]]
+        self.local = topology.rank_to_local[self.rank]
+        # It keeps the peers' memory mapped.
+        self._handle = gpu.share(memory, store_gather, self.node_ranks, "peer memory")
+        self._addresses: tuple[int, ...] = tuple(self._handle.buffer_ptrs)
+        size = (layout.offsets["end"],)
+        self._views: list[torch.Tensor] = [
+            self._handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
+        ]
+        self._state = torch.zeros(_NUM_STATE_WORDS, dtype=torch.int32, device=device)
+        self._pinned: list[torch.Tensor] = []
+        self.failure, failure_address = self._in_host_memory(Failure)
+        self._failure_words = Flags(self._pinned[-1])
+        self.report, self.report_address = self._in_host_memory(Report)
+        self.report.bad.src = self.report.bad_static.src = -1  # none
+        self.plan_report = PlanReport(Flags(self._pinned[-1]))
+        self._abort, abort_address = self._in_host_memory(_Abort)
+        sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
+        self.comm = comm_type(layout.num_ranks)(
+            arena=self._addresses,
+            state=self._state.data_ptr(),
+            failure=failure_address,
+            abort=abort_address,
+            timeout_ns=int(layout.settings.timeout_s * 1e9),
+            rank=self.local,
+            max_tokens=layout.max_rows,
+            max_topk=layout.capacity.num_topk,
+            received_bytes=layout.received_bytes,
+            has_network=topology.num_nodes > 1,
+            **sections,
+        )
+
+    def address(self, local: int, offset: int) -> int:
+        """Return the address, on this rank, of a byte in the arena of the node's rank ``local``."""
+        return self._addresses[local] + offset
+
+    def pooled_like(self, local: int, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return as many rows of the same shape from the pool of a rank of the node, where they begin at ``first``."""
+        begin = self.layout.offsets["pool"] + first * rows.shape[1] * rows.element_size()
+        return self._views[local][begin : begin + rows.nbytes].view(rows.dtype).view(rows.shape)
+
+    def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
+        """Return the ring slot of a message between two ranks of the node, in the producer's arena."""
+        layout = self.layout
+        first = layout.ring_offset(consumer, message)
+        return self._views[producer][first : first + layout.slot_bytes]
+
+    def abort(self) -> None:
+        """End every wait on this device soon. Any thread may call it, also during a graph capture."""
+        self._abort.value = self._abort.value or _END_WAITS
+
+    def abort_after_network(self) -> None:
+        """End every wait on this device soon, and let kernels poison what depends on the network, which has failed."""
+        self._abort.value = _NETWORK_HAS_FAILED
+
+    @property
+    def has_failed(self) -> bool:
+        """True once a wait of the device has ended early; ``failure`` then says which."""
+        return bool(self._failure_words.load(0) & 0xFFFFFFFF)
+
+    @property
+    def failure_addresses(self) -> tuple[int, int]:
+        """Addresses of ``failure``, and of the flag that ``abort`` sets: a uint32, then four bytes that are zero."""
+        return ctypes.addressof(self.failure), ctypes.addressof(self._abort)
+
+    def _in_host_memory(self, kind: type[Any]) -> tuple[Any, int]:
+        """Return a zeroed struct in pinned memory, and its address, which is the same on host and device."""
+        size = -(-ctypes.sizeof(kind) // 8) * 8  # in words
+        memory = pinned(torch.zeros(size, dtype=torch.uint8, device="cpu"), self.device)
+        self._pinned.append(memory)
+        return kind.from_address(memory.data_ptr()), memory.data_ptr()
+
+    def close(self) -> None:
+        """Release all device memory. No work may be in flight."""
+        self._views.clear()
+        del self.memory, self._handle, self._state

@@ -1,0 +1,1 @@
+"""Calls that have been made before: launched again with new addresses."""

@@ -1,0 +1,157 @@
+"""Planning on the device: the kernel's launch, the one wait for the output's size, and invalid expert ids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fusco.core.errors import RejectedInputError, RowOverflowError, Stall
+from fusco.core.recent import Recent
+from fusco.cuda.context import CudaContext
+from fusco.cuda.failure import own_backlog
+from fusco.cuda.kernels.abi import Memory, ticket_after
+from fusco.cuda.kernels.launcher import PreparedLaunch
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors, PlanTerms, PublishedRouting, plan_slots
+from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
+from fusco.engine.base import DispatchRequest
+
+_Plan = TypeVar("_Plan", bound=DevicePlan)
+
+_NO_LIMIT = 2**31 - 1
+_CLAMPED = 2**31 - 1  # the kernel clamps ids outside int32 to +-(2**31 - 1)
+
+
+class DevicePlanner:
+    """Makes the plans of one rank, in order."""
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context, self._arena, self._placement = context, context.arena, context.placement
+        self.ticket = 0  # of the latest plan
+        self._reported_counts = context.tables.reported_counts.numpy()
+        self._sizes: Recent[Any, tuple[tuple[int, ...], tuple[int, ...], PlanShape]] = Recent()
+        topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
+        counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
+        self._published_sources = (rank, *counterparts)
+
+    def new_plan(
+        self,
+        plan_type: Callable[..., _Plan],
+        request: DispatchRequest,
+        num_rows: Sequence[int],
+        stream: torch.cuda.Stream,
+        held: Sequence[int] = (),
+    ) -> _Plan:
+        """Return a plan that ``launch`` will make on the device; ``plan_type`` takes the fields of ``DevicePlan``.
+
+        ``num_rows`` are the rows of each source on this node, ``held`` the sources whose rows this rank forwards.
+        """
+        static, weights, num_topk = request.static, request.routing.topk_weights, request.routing.num_topk
+        key = (tuple(num_rows), tuple(held), num_topk, None if weights is None else weights.dtype)
+        first_row, holders, shape = self._sizes.use(key) or self._find_sizes(key)
+        return plan_type(
+            rank=holders[0],
+            placement=self._placement,
+            first_row=first_row,
+            held=holders,
+            num_topk=num_topk,
+            num_slots=static.num_rows if static else 0,
+            tables=PlanTensors.of(shape, self._arena.device),
+            stream=stream.cuda_stream,
+            capture=capture_number(),
+        )
+
+    def launch(
+        self,
+        plan: DevicePlan,
+        request: DispatchRequest,
+        routing: Sequence[tuple[Memory, Memory | None]],
+        stream: torch.cuda.Stream,
+        *,
+        is_followed_early: bool = False,
+    ) -> PreparedLaunch:
+        """Make a plan on the device.
+
+        ``routing`` is what this rank publishes: ids and weights of its own, then of its counterparts on other nodes;
+        for ``is_followed_early`` see ``PlanTerms``.
+        """
+        number, static = self.next_ticket(), request.static
+        published = [
+            PublishedRouting(source, ids, of_source)
+            for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
+        ]
+        max_slots, reports = (static.num_rows, static.on_overflow == "raise") if static else (_NO_LIMIT, False)
+        terms = PlanTerms(request.expert_alignment, max_slots, reports, request.launch.num_sms, is_followed_early)
+        context = self._context
+        arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
+        return context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
+
+    def next_ticket(self) -> int:
+        """Return the number of another plan."""
+        self.ticket = ticket_after(self.ticket)
+        return self.ticket
+
+    def is_reported(self, ticket: int) -> bool:
+        """Return whether a plan whose size is exact, or a later one, is made."""
+        return bool((self._arena.plan_report.ticket - ticket) % 2**32 < 2**31)  # tickets begin again
+
+    def _find_sizes(
+        self, key: tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype | None]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], PlanShape]:
+        num_rows, held, num_topk, weight_dtype = key
+        first_row, holders = (0, *itertools.accumulate(num_rows)), (self._arena.rank, *held)
+        num_held_rows = sum(num_rows[source] for source in holders)
+        shape = PlanShape(first_row[-1], num_held_rows, num_topk, self._context.tables.num_local_experts, weight_dtype)
+        self._sizes[key] = first_row, holders, shape
+        return self._sizes[key]
+
+    def size_exactly(self, plan: _Plan) -> _Plan:
+        """Wait for the latest plan, and return it with its number of slots and of each expert's rows."""
+        num_slots = self._arena.plan_report.num_slots(self.ticket)
+        return self.sized(plan, self._wait_for(self.ticket) if num_slots is None else num_slots)
+
+    def sized(self, plan: _Plan, num_slots: int) -> _Plan:
+        """Return the latest plan with its number of slots and of each expert's rows, once it has reported."""
+        plan.num_slots, plan.reported_counts = num_slots, self._reported_counts.tobytes()
+        return plan
+
+    def _wait_for(self, ticket: int) -> int:
+        begun_of, report = self._arena.report, self._arena.plan_report
+        peers = tuple(rank for rank in self._arena.node_ranks if rank != self._arena.rank)
+
+        def stall() -> Stall:
+            if begun_of.begun != ticket:  # until then, no peer is to blame
+                return own_backlog("the plan")
+            return Stall("planning on the device", peers, "the plan", "none yet")
+
+        self._context.watchdog.wait_until(lambda: report.ticket == ticket, stall)
+        num_slots = report.num_slots(ticket)
+        assert num_slots is not None, ticket
+        return num_slots
+
+    def rejection_of(self, topk_idx: torch.Tensor) -> Exception | None:
+        """Return the error of an invalid expert id in the latest plan: ``ValueError`` on its rank, else a rejection."""
+        invalid = self._arena.plan_report.take_invalid_pair(is_static=False)
+        if invalid is None:
+            return None
+        src, token, k, bad_id = invalid
+        if src == self._arena.rank and abs(bad_id) == _CLAMPED:
+            bad_id = int(topk_idx[token, k])
+        reason = self._context.describe_invalid_id(token, k, bad_id)
+        if src == self._arena.rank:
+            return ValueError(reason)
+        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")
+
+    def pending_error(self) -> Exception | None:
+        """Return and clear an error of an earlier plan into static rows: no host has waited for it."""
+        report = self._arena.plan_report
+        if invalid := report.take_invalid_pair(is_static=True):
+            src, token, k, expert_id = invalid
+            reason = self._context.describe_invalid_id(token, k, expert_id)
+            return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
+        if overflow := report.take_overflow():
+            needed, limit = overflow
+            return RowOverflowError(self._arena.rank, limit, needed)
+        return None

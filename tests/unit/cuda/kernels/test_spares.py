@@ -1,0 +1,90 @@
+"""Memory that repeated calls keep stays within the hint, whatever shapes there were."""
+
+from unittest import mock
+
+import torch
+
+from fusco import Capacity, Groups, Lanes, Settings, Topology
+from fusco.cuda.between_nodes.routing_messages import RoutingMessages
+from fusco.cuda.kernels.plan import PlanMemory, PlanShape
+from fusco.cuda.kernels.plan_forwarding import ForwardingMemory, ForwardingTensors
+from fusco.cuda.kernels.spares import MAX_SPARE_BYTES, SpareLimit
+from fusco.cuda.memory.layout import DeviceLayout
+from fusco.planner.internode import InternodeTraffic
+from fusco.planner.routing import Routing
+
+CPU = torch.device("cpu")
+
+
+def memories(num_rows: int, limit: SpareLimit) -> tuple[PlanMemory, ForwardingMemory]:
+    sent = ForwardingTensors(torch.empty(0, dtype=torch.int32), 2, num_rows)
+    return PlanMemory(PlanShape(num_rows, num_rows, 8, 4, torch.float32), CPU, limit), ForwardingMemory(sent, limit)
+
+
+def test_spare_plans_have_one_limit_and_those_of_recent_shapes_stay():
+    limit = SpareLimit()
+    # Of many sizes: sixteen together, two together, and some alone, of which none is spare.
+    all_memories = [each for num_rows in range(1, 4000, 10) for each in memories(num_rows, limit)]
+    for memory in all_memories:
+        memory.take()
+    spare = {t.memory.untyped_storage().data_ptr(): t.memory.untyped_storage() for m in all_memories for t in m._spare}
+    num_bytes = sum(storage.nbytes() for storage in spare.values())
+    assert MAX_SPARE_BYTES // 8 < num_bytes <= MAX_SPARE_BYTES
+    small, _ = memories(5, limit)
+    assert small.take().memory is small.take().memory  # of one allocation
+    first = all_memories[0]
+    assert not first._spare
+    assert first.take().shape.num_rows == 1
+
+
+def test_shapes_without_spare_plans_take_no_place_of_those_with_some():
+    limit = SpareLimit()
+    small, _ = memories(5, limit)
+    small.take()
+    for num_rows in range(5000, 5100):  # of which each plan is allocated alone
+        large, _ = memories(num_rows, limit)
+        large.take()
+        assert not large._spare
+    assert small._spare
+
+
+def test_refilling_allocates_only_several_plans_and_only_if_none_is_left():
+    limit = SpareLimit()
+    small, _ = memories(5, limit)
+    large, _ = memories(5000, limit)
+    for memory in (small, large):
+        memory.refill()  # of a shape that was never used
+        assert not memory._spare
+        memory.take()
+    num_spare = len(small._spare)
+    for num_left in (num_spare, 0):
+        del small._spare[num_left:]
+        with mock.patch.object(PlanMemory, "_allocate", side_effect=torch.OutOfMemoryError) as allocate:
+            small.refill()  # without memory, so the next call looks for it
+        assert allocate.call_count == (not num_left)
+        assert len(small._spare) == num_left
+    for memory in (small, large):
+        memory.refill()
+    assert (len(small._spare), large._spare) == (num_spare + 1, [])
+
+
+def test_all_repeated_calls_have_their_routing_in_the_same_memory():
+    topology, capacity = Topology((0, 1, 2)), Capacity(max_tokens_per_rank=50, max_bytes_per_token=8, num_topk=6)
+    layout = DeviceLayout(topology, capacity, Settings())
+    kept = torch.zeros(2, layout.repeated_routing_bytes // 2, dtype=torch.uint8)
+    for num_tokens, dtype in ((50, torch.float64), (7, torch.float32), (0, None)):
+        num_rows = tuple(tuple(num_tokens * (rank != node) for node in range(3)) for rank in range(3))
+        traffic = InternodeTraffic(0, Lanes.of_groups(Groups.of_same_local_rank(topology), num_rows), num_rows)
+        weights = None if dtype is None else torch.zeros(num_tokens, 6, dtype=dtype)
+        width = max(16, num_tokens * 6 * (4 + (0 if dtype is None else dtype.itemsize)))
+        packed = torch.empty(2, -(-width // 16) * 16, dtype=torch.uint8)
+        messages = RoutingMessages(
+            Routing(torch.zeros(num_tokens, 6, dtype=torch.int64), weights), packed, traffic, kept
+        )
+        assert [memory.data_ptr() for memory in messages.memory] == [half.data_ptr() for half in kept]
+        for half, of_half in ((0, messages.sends), (1, messages.receives)):
+            assert len(of_half) == 2 * bool(num_tokens)
+            begin, end = kept[half].data_ptr(), kept[half].data_ptr() + kept.shape[1]
+            places = [(message.address, message.address + message.num_bytes) for message in of_half]
+            assert all(begin <= first and last <= end for first, last in places)
+            assert not places or places[0][1] <= places[1][0]

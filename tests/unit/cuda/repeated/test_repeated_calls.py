@@ -1,0 +1,454 @@
+"""Repeated calls return what others return, bit for bit, and leave every error as it is."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from repeated_rig import (
+    CASES,
+    HIDDEN,
+    LIMIT_S,
+    MAX_TOKENS,
+    NODES,
+    NUM_EXPERTS,
+    NUM_RANKS,
+    NUM_TOPK,
+    TOPOLOGY,
+    Node,
+    inputs,
+    pair,
+    same,
+)
+
+from fusco import (
+    ClosedError,
+    MismatchError,
+    PeerFailureError,
+    RejectedInputError,
+    RowOverflowError,
+)
+from fusco.control.machine_calls import address_of, libc_address
+from fusco.core.rows import allocator_of
+from fusco.cuda.kernels import repeated_launches
+from fusco.cuda.kernels.comm import Report
+from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.plan import PlanMemory
+from fusco.cuda.kernels.repeated_launches import NOT_REPORTED, NativeCall, RepeatedLaunches
+from played_network import PlayedNetwork
+
+
+@pytest.mark.parametrize("no_bound", [False, True], indirect=True)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("no_bound")
+def test_repeated_calls_return_what_others_do(case, repeats):
+    def program(comm, other, _library):
+        for step in range(6):
+            made = [pair(each, step, **CASES[case]) for each in (comm, other)]
+            assert same(*made), step
+        assert comm.profile.operation == "combine #12"
+        return comm.profile.num_sms
+
+    assert set(Node().run(program).values()) == {132}
+    # The first call is validated in full, the second is like it, and the third is prepared.
+    assert repeats() == (2 * 3, 2 * 3)
+
+
+def test_results_outlive_later_calls(repeats):
+    def program(comm, _other, _library):
+        made = [pair(comm, step) for step in range(40)]
+        for step, (sent, out) in enumerate(made):
+            assert torch.equal(comm.combine(sent.rows * 2, sent.handle), out), step
+        counts = [sent.num_rows_per_expert for sent, _ in made]
+        assert len({each.data_ptr() for each in counts}) == len(counts)
+        made[20][0].num_rows_per_expert.fill_(-1)  # a caller may
+        assert (counts[19] >= 0).all()
+        assert (counts[21] >= 0).all()
+
+    Node().run(program)
+    assert repeats()[0] == 2 * 37
+
+
+def test_gradients_flow_through_repeated_calls(repeats, repeats_along_plans):
+    def program(comm, other, _library):
+        def gradients(of, step):
+            x, ids, weights = inputs(of.rank, step)
+            x.requires_grad_()
+            weights.requires_grad_()
+            sent = of.dispatch(x, ids, weights, with_weights=step >= 6)
+            rows = sent.rows.sin() if sent.weights is None else sent.rows.sin() * sent.weights[:, None]
+            of.combine(rows, sent.handle).square().sum().backward()
+            return x.grad, weights.grad
+
+        for step in range(11):
+            assert all(map(torch.equal, gradients(comm, step), gradients(other, step)))
+
+    Node().run(program)
+    # Dispatches with weights are not repeated. Each step has three combines: forward, and those of the gradients of
+    # weights and of rows, from step 6 on with those of their weights.
+    assert repeats() == (2 * 3, 2 * (8 + 8 + 3 + 2))
+    assert repeats_along_plans() == 2 * 8
+
+
+def test_other_numbers_of_tokens_are_no_repetition(repeats):
+    def program(comm, other, _library):
+        for step, of_rank_1 in enumerate((8, 8, 8, 8, 5, 8, 0, 0, 0, 0)):
+            num_tokens = of_rank_1 if comm.rank == 1 else MAX_TOKENS
+            assert same(*(pair(each, step, num_tokens=num_tokens) for each in (comm, other))), step
+
+    Node().run(program)
+    dispatches, _ = repeats()
+    assert 2 * 2 < dispatches < 2 * 7
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_a_rejected_input_is_told_to_ranks_that_repeat(rank, topology, repeats):
+    def program(comm, other, _library):
+        for step in range(4):
+            pair(comm, step)
+        x, ids, weights = inputs(comm.rank, 4)
+        with pytest.raises(ValueError if comm.rank == rank else RejectedInputError, match="the routing 8 tokens"):
+            comm.dispatch(x[:7] if comm.rank == rank else x, ids, weights)
+        assert same(pair(comm, 5), pair(other, 5))
+        ids[3, 1] = NUM_EXPERTS if comm.rank == rank else 0
+        with pytest.raises(ValueError if comm.rank == rank else RejectedInputError, match=r"topk_idx\[3, 1\] = 6"):
+            comm.dispatch(x, ids, weights)
+        assert same(pair(comm, 6), pair(other, 6))
+
+    Node(topology=topology).run(program)
+    assert repeats()[0] == 2 * 4
+
+
+@pytest.mark.parametrize("options", [{"launch": 0}, {"static": np.zeros(2)}, {"with_weights": torch.ones(2)}])
+def test_options_of_other_types_are_refused_where_calls_repeat(options):
+    def program(comm, other, _library):
+        for step in range(4):
+            pair(comm, step)
+        wrong = options if comm.rank else {}
+        with pytest.raises((TypeError, RuntimeError) if comm.rank else RejectedInputError):
+            comm.dispatch(*inputs(comm.rank, 4), **wrong)
+        assert same(pair(comm, 5), pair(other, 5))
+
+    Node().run(program)
+
+
+def test_ranks_that_repeat_another_call_notice(repeats):
+    def program(comm, other, _library):
+        sent = [pair(comm, step)[0] for step in range(4)]
+        mistaken = (lambda: comm.combine(sent[-1].rows, sent[-1].handle), lambda: pair(comm, 4))[comm.rank]
+        with pytest.raises(MismatchError, match=r"combine on rank 0, dispatch on rank 1"):
+            mistaken()
+        with pytest.raises(MismatchError, match="handle is"):
+            comm.combine(sent[comm.rank].rows, sent[comm.rank].handle)
+        assert same(pair(comm, 5), pair(other, 5))
+
+    Node().run(program)
+    assert repeats() == (2 * 2, 2 * 2)
+
+
+AFTER_AN_INTERRUPTION = {
+    "dispatch": lambda comm: pair(comm, 5),
+    "dispatch of other sizes": lambda comm: pair(comm, 5, num_tokens=3),
+    "shuffle": lambda comm: comm.shuffle({}, {}),
+}
+
+
+@pytest.mark.parametrize("verb", [*AFTER_AN_INTERRUPTION, "close"])
+def test_after_an_interruption_no_call_takes_the_published_record_of_another(verb, monkeypatch):
+    """As Ctrl-C may come between a repeated call that other ranks cannot follow and the full one."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def program(comm, _other, _library):
+        sent = [pair(comm, step)[0] for step in range(4)][-1]
+        if comm.rank == 1:
+            with pytest.raises(MismatchError, match="dispatch on rank 0, combine on rank 1"):
+                comm.combine(sent.rows, sent.handle)
+            with pytest.raises(PeerFailureError, match=r"rank 0 was interrupted in dispatch #9"):
+                pair(comm, 5)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(comm, "_dispatch_anew", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pair(comm, 4)
+        if verb == "close":
+            comm.close()
+            return
+        with pytest.raises(ClosedError, match=r"interrupted in dispatch #9, after it had published its input"):
+            AFTER_AN_INTERRUPTION[verb](comm)
+
+    Node().run(program)
+
+
+def test_an_overflow_is_raised_by_the_call_after_it():
+    def program(comm, _other, _library):
+        for step in range(4):
+            pair(comm, step)
+        comm._engine._arena.report.overflow_limit, comm._engine._arena.report.overflow_needed = 3, 4
+        with pytest.raises((RowOverflowError, RejectedInputError), match=r"needed 4 expert-major rows"):
+            pair(comm, 4)
+
+    Node().run(program)
+
+
+def test_the_call_that_fails_is_named_among_many():
+    named = []
+    calls = [
+        NativeCall(
+            libc_address("abs"), (13 * (number == 299),), lambda error, number=number: named.append((number, error))
+        )
+        for number in range(300)
+    ]
+    RepeatedLaunches(calls, 1, 0, 0).launch(0)
+    assert named == [(299, 13)]
+
+
+def test_a_wait_for_a_report_on_a_busy_core_ends_before_the_next_look_for_dead_ranks():
+    yields = []
+    busy = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: yields.append(time.sleep(0.005)) or 0)  # as sched_yield takes there
+    report = np.zeros(ctypes.sizeof(Report) // 8, np.int64)
+    launches = RepeatedLaunches([], 1, 0, report.ctypes.data)
+    launches._words[repeated_launches._YIELD] = address_of(busy)
+    assert launches.wait(1) == NOT_REPORTED
+    assert 1 < len(yields) < 7
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])
+def test_a_late_rank_is_waited_for_and_a_dead_one_is_not(topology, repeats):
+    def program(comm, other, _library):
+        for step in range(6):
+            time.sleep(0.01 * (step % 2 == comm.rank))
+            assert same(pair(comm, step), pair(other, step))
+        if comm.rank:
+            return None
+        with pytest.raises(PeerFailureError, match=r"dispatch #13.*records of node \d") as raised:
+            pair(comm, 6)
+        return raised.value.peers
+
+    results = {}
+    over = threading.Event()
+
+    def on_its_own(comm, other, library):
+        try:
+            results[comm.rank] = program(comm, other, library)
+        finally:
+            if comm.rank == 0:
+                over.set()
+            over.wait(LIMIT_S)
+            comm._session.broken = other._session.broken = "the test is over"
+
+    Node(limit_s=2.0, topology=topology).run(on_its_own)
+    assert results == {0: (1,), 1: None}
+    assert repeats() == (2 * 3, 2 * 3)
+
+
+def test_a_kernel_that_cannot_be_launched_ends_the_communicator():
+    def program(comm, _other, library):
+        for step in range(4):
+            pair(comm, step)
+        library.fails = True
+        with pytest.raises(RuntimeError, match="plan: 1"):
+            pair(comm, 4)
+        library.fails = False
+        profile = comm.profile
+        assert (profile.operation, profile.planning_s, profile.wire_s, profile.num_sms) == ("dispatch #9", 0, 0, 0)
+        with pytest.raises(Exception, match="cannot be used any more"):
+            pair(comm, 5)
+
+    with mock.patch.object(Kernel, "error", lambda kernel, result: RuntimeError(f"{kernel.name}: {result}")):
+        Node().run(program)
+
+
+def test_addresses_that_kernels_cannot_use_are_no_repetition(repeats):
+    def program(comm, other, _library):
+        def misaligned(each, step):
+            x, ids, weights = inputs(each.rank, step)
+            memory = torch.empty(x.numel() + 1)
+            sent = each.dispatch(memory[1:].view(x.shape).copy_(x), ids, weights)
+            rows = torch.empty(sent.rows.numel() + 1)[1:].view(sent.rows.shape).copy_(sent.rows)
+            return sent, each.combine(rows, sent.handle)
+
+        for step in range(4):
+            pair(comm, step)
+        for step in range(3):
+            assert same(misaligned(comm, step), misaligned(other, step))
+
+    Node().run(program)
+    assert repeats() == (2, 2)
+
+
+def test_rows_that_are_contiguous_only_if_there_is_one_are_no_repetition(repeats):
+    def program(comm, other, _library):
+        def with_rows(each, num_rows):
+            x = torch.arange(MAX_TOKENS * HIDDEN, dtype=torch.float32).view(MAX_TOKENS, HIDDEN)
+            ids = torch.full((MAX_TOKENS, NUM_TOPK), -1)
+            ids[:num_rows, 0] = each.rank * NUM_EXPERTS // NUM_RANKS
+            sent = each.dispatch(x, ids)
+            columns = torch.cat([sent.rows, -sent.rows], 1)[:, :HIDDEN]
+            return sent, each.combine(columns, sent.handle)
+
+        for num_rows in (1, 1, 1, 1, 5, 0, 5):
+            assert same(*(with_rows(each, num_rows) for each in (comm, other))), num_rows
+
+    Node().run(program)
+    assert repeats() == (2 * 4, 2 * 2)
+
+
+def test_results_of_a_subclass_are_of_it_in_every_call(repeats):
+    class Named(torch.Tensor):
+        pass
+
+    def program(comm, _other, _library):
+        for step in range(5):
+            x, ids, weights = inputs(comm.rank, step)
+            sent = comm.dispatch(x.as_subclass(Named), ids, weights)
+            assert isinstance(sent.rows, Named)
+            assert isinstance(comm.combine(sent.rows, sent.handle), Named)
+
+    Node().run(program)
+    assert repeats() == (0, 0)
+
+
+def test_plans_are_allocated_while_the_host_waits(repeats):
+    order = []
+
+    def noted(name, function):
+        return mock.patch.object(
+            RepeatedLaunches, name, autospec=True, side_effect=lambda *args: note(name, function, args)
+        )
+
+    def note(name, function, args):
+        order.append((threading.get_ident(), name))
+        return function(*args)
+
+    def program(comm, _other, _library):
+        for step in range(40):
+            pair(comm, step)
+        return threading.get_ident()
+
+    allocate = PlanMemory._allocate
+    with (
+        noted("launch", RepeatedLaunches.launch),
+        noted("wait", RepeatedLaunches.wait),
+        mock.patch.object(
+            PlanMemory, "_allocate", autospec=True, side_effect=lambda *args: note("allocate", allocate, args)
+        ),
+    ):
+        threads = Node().run(program).values()
+    assert repeats()[0] == 2 * 37
+    for thread in threads:
+        of_thread = [name for ident, name in order if ident == thread]
+        places = [i for i, name in enumerate(of_thread) if name == "allocate"]
+        assert len(places) == 3  # for the first repeated dispatch, and behind its 16th and 32nd
+        assert all(of_thread[i - 1 : i + 2] == ["launch", "allocate", "wait"] for i in places[1:])
+
+
+def test_unused_rows_of_repeated_calls_are_filled_if_pytorch_is_deterministic():
+    def program(comm, _other, _library):
+        made = [comm.dispatch(*inputs(comm.rank, step), **CASES["static"]) for step in range(5)]
+        return all(bool(sent.rows[-1].isnan().all()) for sent in made)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert all(Node().run(program).values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "combine", "dispatch_again", "combine_all"])
+def test_a_rank_without_memory_for_an_output_does_not_repeat(verb):
+    allocate, short = allocator_of(torch.device("cpu")), threading.local()
+
+    def without_memory(*shape):
+        if getattr(short, "times", 0):
+            short.times -= 1
+            raise torch.OutOfMemoryError("no room")
+        return allocate(*shape)
+
+    def program(comm, _other, _library):
+        for step in range(4):
+            sent, _ = pair(comm, step)
+        (x, ids, weights), rows = inputs(comm.rank, 4), sent.rows * 2
+        call = {
+            "dispatch": lambda: comm.dispatch(x, ids, weights).rows,
+            "combine": lambda: comm.combine(rows, sent.handle),
+            "dispatch_again": lambda: comm.dispatch_again(x, sent.handle)[0],
+            "combine_all": lambda: comm.combine_all([rows], sent.handle)[0],
+        }[verb]
+        for _ in range(4):
+            expected = call()
+        short.times = 1 - comm.rank
+        assert torch.equal(call(), expected)
+        assert short.times == 0
+
+    with mock.patch("fusco.cuda.repeated.within_node.allocator_of", return_value=without_memory):
+        Node().run(program)
+
+
+def test_tickets_wrap_around(repeats):
+    def program(comm, other, _library):
+        for each in (comm, other):
+            each._engine._shuffle._planner.ticket = 2**32 - 4
+        for step in range(6):
+            assert same(pair(comm, step), pair(other, step)), step
+
+    Node().run(program)
+    assert repeats()[0] > 0
+
+
+@pytest.mark.parametrize("is_repeated", [True, False])
+def test_a_communicator_may_be_closed_by_a_signal_handler_while_it_waits(is_repeated):
+    def program(comm, _other, _library):
+        for step in range(4 if is_repeated else 1):
+            pair(comm, step)
+        if comm.rank:
+            over.wait(LIMIT_S)
+            return
+        polls = iter(range(3))
+        network = PlayedNetwork(poll=lambda: next(polls, -1) == 2 and comm.abort() is not None)
+        comm._session._watchdog.watch_network(network, {}, polls=True)
+        try:
+            with pytest.raises(ClosedError, match="aborted its communicator in the middle of dispatch"):
+                pair(comm, 4)
+        finally:
+            over.set()
+
+    over = threading.Event()
+    Node().run(program)
+
+
+def test_a_call_that_is_interrupted_after_it_was_announced_ends_the_communicator():
+    def program(comm, _other, _library):
+        for step in range(4):
+            pair(comm, step)
+        x, ids, weights = inputs(comm.rank, 4)
+        if comm.rank:  # its record is another one, so rank 0 does not repeat its call any more
+            with pytest.raises(ValueError, match="the routing 8 tokens"):
+                comm.dispatch(x[:7], ids, weights)
+            return
+        validator = comm._validator
+        comm._validator = mock.Mock(validate_dispatch=mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            comm.dispatch(x, ids, weights)
+        comm._validator = validator
+        with pytest.raises(ClosedError, match="failed in dispatch: KeyboardInterrupt"):
+            comm.dispatch(x, ids, weights)
+
+    Node().run(program)
+
+
+def test_an_alignment_that_makes_more_rows_than_kernels_count_is_refused():
+    def program(comm, _other, _library):
+        x, ids, weights = inputs(comm.rank, 0)
+        few = 2**31 // 3  # for each of three experts
+        with pytest.raises(ValueError, match=rf"expert_alignment={few} may pad this rank's rows to 2147483\d+, more"):
+            comm.dispatch(x, ids, weights, expert_alignment=few)
+
+    Node().run(program)
