@@ -243,6 +243,8 @@ def replace_experts(at: Round) -> None:
     """Replace the placement of experts in places; all later rounds follow it."""
     if at.comm.placement.has_places:
         num_places = len(at.comm.placement.rank_to_experts[0])
+        if num_places * len(at.everyone) < at.setup.num_experts:
+            return  # some experts are lost with a rank, and there is no room for them
         placement = random_placement(at.random, at.setup.num_experts, len(at.everyone), num_places)
         at.comm.place(placement)
         assert at.comm.placement == placement

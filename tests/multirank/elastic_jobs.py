@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from fault_jobs import Fault, _held_in_the_end
 from members import Members
@@ -46,41 +47,117 @@ def serve(
     signs: Path,
     *name: int | str,
     fault: Fault | None = None,
-    do: Callable[..., object] = work,
+    grows: bool = False,
 ) -> Served:
     """Do rounds until ``num_left`` ranks are left and have done ``num_rounds``; shrink after every failure.
 
-    The folder ``signs`` has a file for each rank that has done the first round.
+    The folder ``signs`` has a file for each rank that has done the first round. With ``grows`` ranks take in processes
+    that join after every round, until all are there, or until there is a file ``enough``.
     """
-    served, num_ranks, comm = Served(), dist.get_world_size(group), setup.open(group)
-    members, turn, shrinks = Members(comm, num_ranks), 0, False
-    do(members, setup, *name, "first", 0)
+    served, comm = Served(), setup.open(group)
+    members = Members(comm, dist.get_world_size(group))
+    work(members, setup, *name, "first", 0)
     (signs / f"rank {comm.rank} works").touch()
     if fault:
         fault.plant(comm.rank)
+    serving = _Serving(served, comm, members, setup, name)
     try:
-        while len(comm.ranks) > num_left or turn < num_rounds:
-            try:
-                if shrinks:
-                    gone = comm.shrink()
-                    served.failures[-1] |= {"shrunk_at": time.monotonic(), "gone": gone}
-                    shrinks, turn = False, 0
-                do(members, setup, *name, str(comm.ranks), turn)
-                if served.failures:
-                    served.failures[-1].setdefault("right_at", time.monotonic())
-                turn += 1
-            except fusco.ExcludedError:
-                raise
-            except fusco.PeerFailureError as error:
-                served.failures.append({"raised_at": time.monotonic(), "peers": error.peers, "text": str(error)})
-                shrinks = True
+        while len(comm.ranks) > num_left or serving.turn < num_rounds:
+            serving.advance()
+        while grows and len(comm.ranks) < members.num_ranks and not serving.have_all_seen(signs / "enough"):
+            serving.advance(grows=True)
+        for _ in range(num_rounds if grows else 0):
+            serving.advance()
         served.ranks, served.lost = comm.ranks, comm.lost_experts
     except fusco.ExcludedError as error:
         served.excluded = str(error)
-    with contextlib.suppress(fusco.PeerFailureError):  # a rank that dies at the end has closed, or is waited for
+    return _closed(served, comm)
+
+
+@dataclass
+class _Serving:
+    """Rounds of one rank, each as its members do them; after a failure the next call is ``shrink``."""
+
+    served: Served
+    comm: fusco.Communicator
+    members: Members
+    setup: Setup
+    name: tuple[int | str, ...]
+    turn: int = 0
+    shrinks: bool = False
+
+    def advance(self, *, grows: bool = False) -> None:
+        """Do the next call, which may fail."""
+        try:
+            if self.shrinks:
+                gone = self.comm.shrink()
+                self.served.failures[-1] |= {"shrunk_at": time.monotonic(), "gone": gone}
+                self.shrinks, self.turn = False, 0
+            if grows and self.comm.grow():
+                self.turn = 0
+            work(self.members, self.setup, *self.name, str(self.comm.ranks), self.turn)
+            if self.served.failures:
+                self.served.failures[-1].setdefault("right_at", time.monotonic())
+            self.turn += 1
+        except fusco.ExcludedError:
+            raise
+        except fusco.PeerFailureError as error:
+            self.served.failures.append({"raised_at": time.monotonic(), "peers": error.peers, "text": str(error)})
+            self.shrinks = True
+
+    def have_all_seen(self, sign: Path) -> bool:
+        """Return whether all ranks have seen a file, the same on all of them."""
+        if self.shrinks:
+            return False
+        seen = torch.full((len(self.comm.ranks), 1), float(sign.exists()))
+        try:
+            return bool(self.members.all_to_all(None, seen).min())
+        except fusco.PeerFailureError as error:
+            self.served.failures.append({"raised_at": time.monotonic(), "peers": error.peers, "text": str(error)})
+            self.shrinks = True
+            return False
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a process that joins knows of the others."""
+
+    port: int
+    num_ranks: int
+    signs: Path
+
+
+def join_and_serve(request: JoinRequest, setup: Setup, num_rounds: int, results: Connection, *name: int | str) -> None:
+    """Join, do the rounds that the others do, and send a ``Served``."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", request.port, is_master=False)
+    served = Served()
+    (request.signs / "asks").touch()
+    comm = fusco.Communicator.join(
+        store,
+        num_experts=setup.num_experts,
+        num_topk=setup.num_topk,
+        max_tokens_per_rank=setup.max_tokens,
+        max_bytes_per_token=setup.max_bytes_per_token,
+        expert_placement=setup.expert_placement,
+        ranks_per_node=setup.ranks_per_node,
+        balancer=fusco.BALANCERS[setup.balancer],
+        settings=setup.settings,
+    )
+    serving = _Serving(served, comm, Members(comm, request.num_ranks), setup, name)
+    for _ in range(num_rounds + 1):  # one in the call that has grown
+        serving.advance()
+    served.ranks, served.lost = comm.ranks, comm.lost_experts
+    del serving
+    results.send(_closed(served, comm))
+
+
+def _closed(served: Served, comm: fusco.Communicator) -> Served:
+    """Close a communicator and note what is still held."""
+    with contextlib.suppress(fusco.PeerFailureError):  # of a rank that has been killed meanwhile
         comm.close()
-    del comm, members
-    served.still_held = [*_held_in_the_end(), *(t.name for t in threading.enumerate() if t.name.startswith("fusco"))]
+    threads = (thread.name for thread in threading.enumerate() if thread.name.startswith("fusco"))
+    served.still_held = [*_held_in_the_end(), *threads]
     return served
 
 
@@ -102,7 +179,7 @@ def leave_on_purpose(group: dist.ProcessGroup, setup: Setup, leaving: tuple[int,
     return served
 
 
-def wait_until_all_work(signs: Path, num_ranks: int, limit_s: float = 60.0) -> None:
+def wait_until_all_work(signs: Path, num_ranks: int, limit_s: float = 200.0) -> None:
     """Wait, in the process that started the ranks, until each has done a round."""
     deadline = time.monotonic() + limit_s
     while sum(1 for _ in signs.glob("* works")) < num_ranks:

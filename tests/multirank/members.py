@@ -13,7 +13,7 @@ class Members:
     """A communicator in which rank ``i`` is the ``i``-th that is left; other attributes are those of the original."""
 
     def __init__(self, comm: fusco.Communicator, num_ranks: int) -> None:
-        self._comm, self._num_ranks = comm, num_ranks
+        self._comm, self.num_ranks = comm, num_ranks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
@@ -30,7 +30,7 @@ class Members:
         rows = {rank: placement.rank_to_experts[i] for i, rank in enumerate(self._comm.ranks)}
         num_places = len(placement.rank_to_experts[0])
         shares = placement.shares and {rank: placement.shares[i] for i, rank in enumerate(self._comm.ranks)}
-        everyone = range(self._num_ranks)
+        everyone = range(self.num_ranks)
         self._comm.place(
             ExpertPlacement.replicated(
                 [rows.get(rank, [-1] * num_places) for rank in everyone],
@@ -57,4 +57,4 @@ class Members:
         if splits is None:
             return None
         by_number = dict(zip(self._comm.ranks, splits, strict=True))
-        return [by_number.get(rank, 0) for rank in range(self._num_ranks)]
+        return [by_number.get(rank, 0) for rank in range(self.num_ranks)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
@@ -112,6 +113,7 @@ class CommunicatorParts:
     engine: Engine[Any]  # moves rows; closed before the session
     validator: Validator  # checks arguments
     config: CommunicatorConfig | None = None  # what they were made of; ``None`` if their members cannot change
+    store: Store | None = None  # where other processes may ask to join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +194,7 @@ def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) ->
 
     Raises ``NewerViewError`` if one of them agrees on other members meanwhile, and as ``Communicator`` does.
     """
+    gather.begin()
     try:
         return _create(gather, config, kept)
     except (PeerFailureError, NewerViewError):
@@ -224,7 +227,8 @@ def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None 
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
     parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
-    return replace(parts, config=config)
+    store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
+    return replace(parts, config=config, store=store)
 
 
 def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -> Topology:

@@ -1,19 +1,28 @@
-"""Verbs that change the members of a communicator: ``shrink``."""
+"""Verbs that change the members of a communicator: ``shrink``, ``grow``, ``join``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from fusco.api.create import CommunicatorConfig, Kept, create_next
+import torch.distributed as dist
+
+from fusco.api.create import CommunicatorConfig, Kept
 from fusco.api.membership import Membership, release
+from fusco.api.next_generation import Change, make_next, placement_as_text, placement_of, warm_up
 from fusco.api.uncompiled import uncompiled
 from fusco.control.agreement import Agreement, Member, notify_excluded
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.control.member_board import View
-from fusco.control.member_gather import MemberGather, NewerViewError
+from fusco.control.joining import Invitation, Joining, JoinStore, invite, members_as_text, members_of
+from fusco.control.member_gather import MemberGather
 from fusco.control.threads import in_thread
-from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, Stall, name_ranks
+from fusco.core.config import Settings
+from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, TransportError, name_ranks
 from fusco.core.integers import check_integer
+
+_Elastic = TypeVar("_Elastic", bound="Elastic")
+_JOIN_LIMIT_S = 600.0  # of the wait of a new process for ``grow``
 
 
 class Elastic(Membership):
@@ -49,8 +58,8 @@ class Elastic(Membership):
         and its calls raise ``ExcludedError``.
 
         Experts that only absent ranks had are lost (``lost_experts``): their rows go nowhere, as if the id was -1,
-        until ``place`` gives them another owner. Handles of earlier dispatches are invalid, tensors stay. On CUDA,
-        delete graphs before, and capture them again.
+        until ``place`` gives them another owner or ``grow`` brings their rank back. Handles of earlier dispatches are
+        invalid, tensors stay. On CUDA, delete graphs before, and capture them again.
 
         Args:
             leaving: ranks that leave on purpose, the same on all ranks; all ranks call, these included, whose
@@ -75,7 +84,151 @@ class Elastic(Membership):
             if leavers and self._have_agreed_to_leave(leavers):
                 self._end()
                 return leavers
-            return self._go_on(config, set(leavers), min_ranks, limit_s)
+            session, before = self._session, dict(self._session.connections.members)
+            suspects, gone = self._suspects()
+            if not session.broken and not leavers:
+                session.abandon("calls shrink")
+            absent = frozenset({*gone, *leavers})
+            change = Change(
+                members=before,
+                limit_s=limit_s,
+                absent=absent,
+                suspects=suspects - absent,
+                is_planned=bool(leavers),
+                min_ranks=min_ranks,
+            )
+            self._go_on(config, change)
+            return tuple(sorted(set(before) - set(self.ranks)))
+
+    @uncompiled
+    def grow(
+        self, store: dist.Store | None = None, *, name: str = "communicator", timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Take in processes that have called ``join``: a collective of the ranks that take part.
+
+        It returns at once if none has. A process that joins gets the number of an absent rank, with the experts that
+        the placement gives that rank: all of them before ``shrink``, or those of a later ``place``. It must have their
+        weights before they compute rows. Handles of earlier dispatches are invalid, as after ``shrink``.
+
+        Args:
+            store: where processes ask to join; ``None`` means the process group's store. It is reached from the lowest
+                rank only.
+            name: of this communicator in the store, if a process joins several.
+            timeout_s: the limit of each wait; ``None`` means that of the settings.
+
+        Returns:
+            The ranks that are members now and were absent before, ascending.
+
+        Raises:
+            TransportError: on all ranks, if the store cannot be reached. The communicator stays usable.
+            PeerFailureError: as in every collective; then ``shrink`` goes on. A process that fails while it joins is
+                left out instead.
+        """
+        with self._session.access.using("grow"):
+            config, limit_s = self._require_elastic("grow"), self._limit_of(timeout_s)
+            before = dict(self._session.connections.members)
+            with self._session.collective("grow"):
+                self._session.agree(CollectiveFingerprint("grow", {"name": name}))
+                self._engine.synchronize()
+                found = self._joiners(store or self._store, name, limit_s)
+            if "error" in found:
+                raise TransportError(found["error"])
+            joiners = members_of(found["joiners"])
+            if not joiners:
+                return ()
+            members = {**before, **joiners}
+            self._go_on(config, Change(members=members, limit_s=limit_s, is_planned=True, joining=frozenset(joiners)))
+            return tuple(sorted(set(self.ranks) - set(before)))
+
+    @classmethod
+    def join(
+        cls: type[_Elastic],
+        store: dist.Store,
+        *,
+        rank: int | None = None,
+        name: str = "communicator",
+        join_timeout_s: float = _JOIN_LIMIT_S,
+        **arguments: Any,
+    ) -> _Elastic:
+        """Make the communicator of a new process that joins others, in a call of ``grow`` of theirs.
+
+        The process needs no process group. ``rank`` and ``ranks`` of the result say what it has become, ``placement``
+        which experts it has.
+
+        Args:
+            store: the store that the others pass to ``grow``, by default that of their process group, such as
+                ``torch.distributed.TCPStore(host, port, is_master=False)``.
+            rank: the rank to be, if it is absent; else, and with ``None``, the lowest that is.
+            name: as in ``grow``.
+            join_timeout_s: limit of the wait for ``grow``.
+            arguments: those of ``Communicator``, but ``group``, the same as on the other ranks.
+
+        Raises:
+            TransportError: if the others have not called ``grow`` within the limit, or cannot be reached.
+            ValueError: for invalid arguments, or if no rank is absent.
+            MismatchError: if the arguments are not those of the others, which go on without this process.
+            PeerFailureError: if the others fail meanwhile.
+        """
+        defaults = dict.fromkeys(("expert_placement", "ranks_per_node", "balancer")) | {"device": "cpu"}
+        given = {**defaults, **{key: value for key, value in arguments.items() if value is not None}}
+        config = CommunicatorConfig(**given)
+        warm_up(config)  # before others wait for it
+        limit_s = config.settings.timeout_s
+        joining = Joining(JoinStore(store, name, limit_s), rank, join_timeout_s)
+        invitation = joining.ask()
+        config.validator(invitation.rank, invitation.num_ranks)
+        server = joining.come(invitation)
+        server.is_held = True
+        kept = Kept(placement=placement_of(invitation.placement), access=None)
+        members, own = joining.members, invitation.rank
+        others = frozenset(members_of(invitation.members))
+        change = Change(members=members, limit_s=limit_s, is_planned=True, required=others)
+        try:
+            parts, _ = make_next(server, own, invitation.num_ranks, config, kept, change)
+        except BaseException:
+            server.is_held = False
+            server.close()
+            raise
+        server.is_held = False
+        self = cls.__new__(cls)
+        self._join(replace(parts, store=store))
+        return self
+
+    def _joiners(self, store: dist.Store | None, name: str, limit_s: float) -> dict[str, Any]:
+        """Return the processes that join, as the lowest rank has found them, or its error."""
+        session, members = self._session, dict(self._session.connections.members)
+        server, found = session.connections.status_server, dict[str, Any]()
+        if self.rank == self.ranks[0]:
+            try:
+                found = {"joiners": members_as_text(self._invited(store, name, limit_s))}
+            except TransportError as error:
+                found = {"error": str(error)}
+        view = server.board.installed
+        with Agreement(server, self.rank, members, limit_s) as agreement:
+            gather = MemberGather(server, agreement, view, self.rank, members, self._validator.num_ranks, limit_s)
+            gathered: list[dict[str, Any]] = gather.all_gather(f"joiners {session.sequence_number}", found)
+        return gathered[0]
+
+    def _invited(self, store: dist.Store | None, name: str, limit_s: float) -> dict[int, Member]:
+        if store is None:
+            raise TransportError("this rank knows no store; pass one to grow")
+        joins, connections = JoinStore(store, name, limit_s / 2), self._session.connections
+        num_ranks = self._validator.num_ranks
+        free = [rank for rank in range(num_ranks) if rank not in self.ranks]
+
+        def invitation_of(rank: int) -> Invitation:
+            return Invitation(
+                rank=rank,
+                num_ranks=num_ranks,
+                secret=connections.status_server.secret,
+                generation=connections.status_server.board.installed.number,
+                members=members_as_text(connections.members),
+                placement=placement_as_text(self._owners.placement_of_all),
+            )
+
+        own = connections.members[self.rank]
+        invited: dict[int, Member] = joins.within_limit(lambda: invite(joins, free, invitation_of, own))
+        return invited
 
     def _require_elastic(self, verb: str) -> CommunicatorConfig:
         if self._is_closed:
@@ -89,9 +242,7 @@ class Elastic(Membership):
         assert self._config is not None
         if timeout_s is None:
             return self._config.settings.timeout_s
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        return timeout_s
+        return Settings(timeout_s=timeout_s).timeout_s  # checks it
 
     def _checked_leavers(self, leaving: Sequence[int]) -> tuple[int, ...]:
         leavers = tuple(sorted(set(leaving)))
@@ -113,65 +264,25 @@ class Elastic(Membership):
                 pass  # the ranks that are left agree without those that have failed, too
         return self.rank in leavers
 
-    def _go_on(self, config: CommunicatorConfig, leavers: set[int], min_ranks: int, limit_s: float) -> tuple[int, ...]:
-        """Agree on the members of the next generation, connect, and replace this rank's parts."""
-        session = self._session
-        before = dict(session.connections.members)
-        suspects, gone = self._suspects()
-        if not session.broken and not leavers:
-            session.abandon("calls shrink")
-        release(session, self._engine, holds_status_server=True)
-        session.end("its members were to change, and that failed; call shrink again, or close it")
-        ranks = set(before) - gone - leavers
-        self._begin_generation(config, before, ranks, suspects, bool(leavers), min_ranks, limit_s)
-        return tuple(sorted(set(before) - set(self.ranks)))
-
-    def _suspects(self) -> tuple[set[int], set[int]]:
+    def _suspects(self) -> tuple[frozenset[int], frozenset[int]]:
         """Return the ranks that a failure has named, and those that have left, by number."""
         server, numbers = self._session.connections.status_server, self.topology.numbers
         report = server.failure_report
         named = {numbers[rank] for rank in report.peers} if report else set()
-        return named - {self.rank}, {numbers[rank] for rank in server.departures}
+        return frozenset(named - {self.rank}), frozenset(numbers[rank] for rank in server.departures)
 
-    def _begin_generation(
-        self,
-        config: CommunicatorConfig,
-        members: Mapping[int, Member],
-        ranks: Iterable[int],
-        suspects: Iterable[int],
-        is_planned: bool,  # noqa: FBT001
-        min_ranks: int,
-        limit_s: float,
-    ) -> None:
-        server = self._session.connections.status_server
-        kept = Kept(placement=self._owners.placement_of_all, access=self._session.access)
-        num_lost, left = self.num_lost_rows, set(ranks)
-        with Agreement(server, self.rank, members, limit_s) as agreement:
-            left -= agreement.silent(left & set(suspects))
-            while True:
-                view = agreement.agree(left, is_planned=is_planned)
-                _require_enough(self.rank, view, min_ranks)
-                gather = MemberGather(server, agreement, view, self.rank, members, self._validator.num_ranks, limit_s)
-                try:
-                    parts = create_next(gather, config, kept)
-                    break
-                except ExcludedError:
-                    raise
-                except (PeerFailureError, NewerViewError) as error:
-                    peers = error.peers if isinstance(error, PeerFailureError) else ()
-                    left = set(view.members) - agreement.silent(set(peers) - {self.rank})
-                    is_planned = False
+    def _go_on(self, config: CommunicatorConfig, change: Change) -> None:
+        """Agree on the members of the next generation, connect, and replace this rank's parts."""
+        session, num_lost = self._session, self.num_lost_rows
+        kept = Kept(placement=self._owners.placement_of_all, access=session.access)
+        num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
+        release(session, self._engine, holds_status_server=True)
+        session.end("its members were to change, and that failed; call shrink again, or close it")
+        parts, view = make_next(server, own, num_ranks, config, kept, change)
+        server.is_held = False
         self._finalizer.detach()
         self._join(parts)
         self._num_lost_before = num_lost
-        if view.members[0] == self.rank:
-            outside = {rank: each.address for rank, each in members.items() if rank not in view.members}
-            in_thread(lambda: notify_excluded(server, view, self.rank, outside), "notices to ranks that are left out")
-
-
-def _require_enough(rank: int, view: View, min_ranks: int) -> None:
-    if len(view.members) >= min_ranks:
-        return
-    stall = Stall("agreeing on the members", view.members, f"{min_ranks} ranks", f"{len(view.members)}")
-    reason = f"only {name_ranks(view.members)} are left"
-    raise PeerFailureError(rank=rank, peers=(), operation="shrink", stall=stall, reason=reason, has_left=True)
+        if view.members[0] == own:
+            outside = {rank: each.address for rank, each in change.members.items() if rank not in view.members}
+            in_thread(lambda: notify_excluded(server, view, own, outside), "notices to ranks that are left out")

@@ -48,6 +48,7 @@ class Membership:
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
         self._config, self._num_lost_before = parts.config, 0
+        self._store = parts.store or getattr(self, "_store", None)
         self._is_closed = False
         self._owners = Owners(parts.session, parts.engine, parts.validator)
         num_experts, device = parts.validator.num_experts, parts.validator.device

@@ -157,8 +157,6 @@ class Agreement:
             if rank not in left or theirs is None or theirs.number <= self._board.installed.number:
                 continue
             left &= {*theirs.members, self._rank}
-            if self._rank not in theirs.members:
-                left.discard(rank)
             if theirs.members != view.members or theirs.number > view.number:
                 newest = max(newest, theirs.number)
         if left != set(view.members):

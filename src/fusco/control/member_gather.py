@@ -51,13 +51,16 @@ class MemberGather:
         num_ranks: int,
         timeout_s: float,
     ) -> None:
-        """Begin a generation; ``rank`` is this rank's number in the group, and ``agreement`` knows who has died."""
+        """``rank`` is this rank's number in the group, and ``agreement`` knows who has died."""
         self.status_server, self._agreement, self._view, self._members = status_server, agreement, view, members
         self.members, self.rank = view.members, view.members.index(rank)
         self.world_size, self.num_ranks, self.timeout_s = len(view.members), num_ranks, timeout_s
         self.number, self.name = view.number, f"fusco/generation {view.number} of {status_server.secret[:8]}"
         self._number, self._watcher = rank, None
-        status_server.install(view, rank)
+
+    def begin(self) -> None:
+        """Begin the generation on this rank, if it has not begun."""
+        self.status_server.install(self._view, self._number)
 
     @property
     def by_number(self) -> Mapping[int, Member]:
