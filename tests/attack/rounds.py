@@ -254,7 +254,7 @@ def reject_input(at: Round) -> None:
     """Invalid input on one rank: it raises the error, and all others raise ``RejectedInputError``."""
     mistaken = at.random.choice(at.everyone)
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    error, text = fusco.RejectedInputError, f"rank {mistaken} rejected its input"
+    error, text = fusco.RejectedInputError, f"rank {at.comm.topology.numbers[mistaken]} rejected its input"
     if at.rank == mistaken:
         ids += at.setup.num_experts
         error, text = ValueError, str(at.setup.num_experts)

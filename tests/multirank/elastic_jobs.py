@@ -18,6 +18,8 @@ from rank_setup import Setup
 import fusco
 from attack.rounds import work
 
+_NOTICE_S = 2.0  # longer than a notice to a stopped rank is sent
+
 
 @dataclass(kw_only=True)
 class Served:
@@ -156,8 +158,12 @@ def _closed(served: Served, comm: fusco.Communicator) -> Served:
     """Close a communicator and note what is still held."""
     with contextlib.suppress(fusco.PeerFailureError):  # of a rank that has been killed meanwhile
         comm.close()
-    threads = (thread.name for thread in threading.enumerate() if thread.name.startswith("fusco"))
-    served.still_held = [*_held_in_the_end(), *threads]
+    deadline = time.monotonic() + _NOTICE_S
+    while (threads := [each for each in threading.enumerate() if each.name.startswith("fusco")]) and (
+        time.monotonic() < deadline
+    ):
+        threads[0].join(0.05)
+    served.still_held = [*_held_in_the_end(), *(thread.name for thread in threads)]
     return served
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from fusco.api.create import CommunicatorConfig, Kept
 from fusco.api.membership import Membership, release
@@ -102,7 +102,7 @@ class Elastic(Membership):
 
     @uncompiled
     def grow(
-        self, store: dist.Store | None = None, *, name: str = "communicator", timeout_s: float | None = None
+        self, store: Store | None = None, *, name: str = "communicator", timeout_s: float | None = None
     ) -> tuple[int, ...]:
         """Take in processes that have called ``join``: a collective of the ranks that take part.
 
@@ -143,7 +143,7 @@ class Elastic(Membership):
     @classmethod
     def join(
         cls: type[_Elastic],
-        store: dist.Store,
+        store: Store,
         *,
         rank: int | None = None,
         name: str = "communicator",
@@ -194,7 +194,7 @@ class Elastic(Membership):
         self._join(replace(parts, store=store))
         return self
 
-    def _joiners(self, store: dist.Store | None, name: str, limit_s: float) -> dict[str, Any]:
+    def _joiners(self, store: Store | None, name: str, limit_s: float) -> dict[str, Any]:
         """Return the processes that join, as the lowest rank has found them, or its error."""
         session, members = self._session, dict(self._session.connections.members)
         server, found = session.connections.status_server, dict[str, Any]()
@@ -209,7 +209,7 @@ class Elastic(Membership):
             gathered: list[dict[str, Any]] = gather.all_gather(f"joiners {session.sequence_number}", found)
         return gathered[0]
 
-    def _invited(self, store: dist.Store | None, name: str, limit_s: float) -> dict[int, Member]:
+    def _invited(self, store: Store | None, name: str, limit_s: float) -> dict[int, Member]:
         if store is None:
             raise TransportError("this rank knows no store; pass one to grow")
         joins, connections = JoinStore(store, name, limit_s / 2), self._session.connections

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -105,7 +105,7 @@ class Owners:
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
-        placement, topology = self.placement, self._engine.topology
+        placement, topology = self.of_members(self.placement), self._engine.topology
         num_experts, num_ranks = placement.num_experts, placement.world_size
 
         def count(ids: torch.Tensor) -> IntArray:
@@ -126,7 +126,7 @@ class Owners:
             tables = OwnerTables.of(placed, self._validator.rank, topology, is_planned=True)
             quotas = _quotas(placement, plan, counts, tables)
             self._batch = tables, tables.divide_rows(counts[:, tables.divided], quotas)
-        return plan
+        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
 
     def place(self, given: object) -> None:
         """Replace the placement, on all ranks."""
@@ -236,6 +236,8 @@ def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:
             f"{balance.spare_places} spare places are asked for, but the placement has {spare} empty ones on a rank: "
             f"make the communicator with expert_placement=ExpertPlacement.contiguous(...).in_places(...)"
         )
+    if placement.lost_experts:
+        raise ValueError(f"expert {placement.lost_experts[0]} is lost, as no rank has it; place it first")
     for expert, owners in enumerate(placement.expert_to_physical):
         if len(owners) > 1:
             raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from fusco.control.liveness import Liveness
 from fusco.control.member_board import Exclusion, View, excluded
@@ -66,7 +67,7 @@ class Agreement:
         body = json.dumps({"ask": "status"}).encode()
         with self._server.requests() as requests:
             for rank, address in asked.items():
-                requests.add(address, body, lambda outcome, rank=rank: self._note_ping(outcome, rank, silent))
+                requests.add(address, body, partial(self._note_ping, rank, silent))
             deadline = time.monotonic() + _PING_S
             while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
                 pass
@@ -137,7 +138,7 @@ class Agreement:
         if not is_local_failure(error):
             self._gone.add(rank)
 
-    def _note_ping(self, outcome: bytes | OSError, rank: int, silent: set[int]) -> None:
+    def _note_ping(self, rank: int, silent: set[int], outcome: bytes | OSError) -> None:
         if isinstance(outcome, bytes) or is_local_failure(outcome):
             silent.discard(rank)
         elif not isinstance(outcome, TimeoutError):

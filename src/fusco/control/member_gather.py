@@ -56,7 +56,8 @@ class MemberGather:
         self.members, self.rank = view.members, view.members.index(rank)
         self.world_size, self.num_ranks, self.timeout_s = len(view.members), num_ranks, timeout_s
         self.number, self.name = view.number, f"fusco/generation {view.number} of {status_server.secret[:8]}"
-        self._number, self._watcher = rank, None
+        self._number = rank
+        self._watcher: Watchdog | None = None
 
     def begin(self) -> None:
         """Begin the generation on this rank, if it has not begun."""
@@ -81,7 +82,7 @@ class MemberGather:
 
     def watched_by(self, watcher: Watchdog) -> None:
         """From now on wait through a watchdog."""
-        self._watcher: Watchdog | None = watcher
+        self._watcher = watcher
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
         """Wait for a condition; raises ``PeerFailureError`` after the limit, and ``NewerViewError``."""
