@@ -15,6 +15,7 @@ from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
+from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, PeerFailureError, ThreadError, cleanup_after, first_line
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
@@ -126,6 +127,17 @@ class Membership:
             self._session.check()
             if error := self._engine.pending_error():
                 raise error
+
+    @contextmanager
+    def limit(self, timeout_s: float) -> Iterator[None]:
+        """Give the calls inside a time limit of their own, on this rank: ``with comm.limit(2.0): comm.dispatch(...)``.
+
+        For what should be found out sooner or later than ``Settings.timeout_s``, such as a step of serving whose ranks
+        are known to be in step. On CUDA it limits the waits of the host; those of kernels keep the limit of the
+        settings, but end with the host's. A call that fails here fails on all ranks.
+        """
+        with self._session.limited(Settings(timeout_s=timeout_s).timeout_s):  # checks it
+            yield
 
     def hand_over(self) -> None:
         """Let another thread own the communicator: the next one that calls a verb."""

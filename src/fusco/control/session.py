@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
@@ -162,6 +162,10 @@ class Session:
         except BaseException as error:
             self.fail(name, error)
             raise
+
+    def limited(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Return a context in which waits are limited to ``timeout_s``."""
+        return self._watchdog.limited(timeout_s)
 
     def check(self) -> None:
         """Raise ``PeerFailureError`` if a rank is gone or the device has given up, as ``Watchdog.check``; no wait."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
@@ -88,10 +89,9 @@ class Watchdog:
         Errors name rank ``r`` as ``numbers[r]``, by default as ``r``. In each wait, limited to ``timeout_s``, this rank
         only yields its core for ``spin_s`` seconds before it sleeps.
         """
-        self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
+        self._rank, self._peers, self._status_server = rank, peers, status_server
         self._spin_s, self._numbers = spin_s, numbers
-        self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
-        self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
+        self._set_limit(timeout_s)
         self._networks: list[Network] = []
         self._polled: list[Network] = []  # of these
         self._device_probes: list[Callable[[], Stall | None]] = []
@@ -102,6 +102,21 @@ class Watchdog:
         # When this wait found a rank missing, since anything moved; and when this collective found a failure.
         self._since_loss = self._since_failure = math.inf
         self._interruption = ""
+
+    @contextmanager
+    def limited(self, timeout_s: float) -> Iterator[None]:
+        """Limit the waits inside to ``timeout_s``."""
+        before = self._timeout_s
+        self._set_limit(timeout_s)
+        try:
+            yield
+        finally:
+            self._set_limit(before)
+
+    def _set_limit(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
+        self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
 
     def watch_network(self, network: Network, connections: Mapping[int, int], *, polls: bool) -> None:
         """Watch a network, which has been connected through this watchdog, and ``connections``, as in ``Liveness``.
