@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, field
@@ -259,11 +261,11 @@ def move_to_new_owners(group: dist.ProcessGroup) -> bool:
 
 def refuse_mistakes(group: dist.ProcessGroup) -> bool:
     """Bad arguments of ``shrink`` and ``grow`` raise, and the communicator goes on."""
-    comm = fusco.Communicator(group, num_experts=3, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8)
+    comm = fusco.Communicator(group, num_experts=4, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8)
     with pytest.raises(ValueError, match="all ranks would leave"):
-        comm.shrink([0, 1, 2])
-    with pytest.raises(ValueError, match="leaving names rank 3, but there are ranks 0-2"):
-        comm.shrink([3])
+        comm.shrink([0, 1, 2, 3])
+    with pytest.raises(ValueError, match="leaving names rank 4, but there are ranks 0-3"):
+        comm.shrink([4])
     with pytest.raises(fusco.MismatchError, match="leaving"):
         comm.shrink([1] if comm.rank == 0 else [2])
     with pytest.raises(ValueError, match="min_ranks"):
@@ -280,7 +282,7 @@ def limit_one_call(group: dist.ProcessGroup) -> float:
     """Rank 2 is late for a call with a limit of its own: the others raise within it."""
     settings = fusco.Settings(timeout_s=60.0)
     comm = fusco.Communicator(
-        group, num_experts=3, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8, settings=settings
+        group, num_experts=4, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8, settings=settings
     )
     x, ids = torch.ones(1, 1), torch.tensor([[comm.rank]])
     comm.dispatch(x, ids)
@@ -316,3 +318,26 @@ def leave_and_rejoin(
         holdings.append(Holdings.now())
     comm.close()
     return holdings[1], holdings[-1]
+
+
+def demand_too_many(group: dist.ProcessGroup) -> bool:
+    """Rank 2 dies; the others demand three ranks, then two."""
+    settings = fusco.Settings(timeout_s=4.0)
+    comm = fusco.Communicator(
+        group, num_experts=3, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8, settings=settings
+    )
+    x, ids = torch.ones(1, 1), torch.tensor([[comm.rank]])
+    comm.dispatch(x, ids)
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fusco.PeerFailureError):
+        comm.dispatch(x, ids)
+    with pytest.raises(fusco.PeerFailureError, match="only ranks 0-1 are left"):
+        comm.shrink(min_ranks=3)
+    with pytest.raises(fusco.ClosedError, match="call shrink again"):
+        comm.dispatch(x, ids)
+    assert comm.shrink(min_ranks=2) == (2,)
+    assert comm.dispatch(x, ids).rows.tolist() == [[1.0]]
+    comm.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "fusco-status-server"]
+    return True

@@ -9,6 +9,7 @@ import pytest
 from elastic_jobs import (
     JoinRequest,
     Served,
+    demand_too_many,
     find_lost_experts,
     join_and_serve,
     leave_and_rejoin,
@@ -116,7 +117,7 @@ def test_a_stopped_rank_is_left_out_and_learns_it(tmp_path):
     assert out.still_held == []
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "leaving"), [(4, 4, (3,)), (4, 2, (0, 1)), (3, 1, (0,))])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node", "leaving"), [(4, 4, (3,)), (4, 2, (0, 1)), (4, 1, (0,))])
 def test_ranks_leave_on_purpose(world, num_ranks, ranks_per_node, leaving):
     served = world.run(leave_on_purpose, num_ranks, setup_of(ranks_per_node), leaving, "leaving")
     left = tuple(rank for rank in range(num_ranks) if rank not in leaving)
@@ -132,12 +133,18 @@ def test_lost_experts_get_new_owners(world):
     assert world.run(move_to_new_owners, 4) == [True] * 4
 
 
+def test_too_few_that_are_left_raise_and_may_try_again():
+    with world_of(3) as world:
+        world.start(demand_too_many, 3)
+        assert results(world, (0, 1)) == {0: True, 1: True}
+
+
 def test_mistakes_change_nothing(world):
-    assert world.run(refuse_mistakes, 3) == [True] * 3
+    assert world.run(refuse_mistakes, 4) == [True] * 4
 
 
 def test_a_call_may_have_a_limit_of_its_own(world):
-    for elapsed_s in world.run(limit_one_call, 3):
+    for elapsed_s in world.run(limit_one_call, 4):
         assert elapsed_s < TIMEOUT_S
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,7 @@ from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
 
 _LOG = logging.getLogger("fusco")
+_LONGEST_TEXT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,7 @@ def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None 
     if kept and validator:
         validator = validator.of_members(store_gather.members, kept.placement)
         fields = {**fields, "members": str(store_gather.members), "placement": kept.placement.digest}
+        fields = {name: _short(value) for name, value in fields.items()}  # a request to a status server has 64 KiB
     fingerprint = CollectiveFingerprint("Communicator", fields, first_line(rejection) if rejection else "")
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
@@ -229,6 +232,12 @@ def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None 
     parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
     store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
     return replace(parts, config=config, store=store)
+
+
+def _short(value: Any) -> Any:
+    """Return a value of a fingerprint, a long text as a hash."""
+    is_long = isinstance(value, str) and len(value) > _LONGEST_TEXT
+    return hashlib.sha256(value.encode()).hexdigest() if is_long else value
 
 
 def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -> Topology:

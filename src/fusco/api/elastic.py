@@ -258,6 +258,8 @@ class Elastic(Membership):
             try:
                 self._agree(CollectiveFingerprint("shrink", {"leaving": str(leavers)}))
                 self._drain()
+                if self._engine.is_asynchronous:  # no rank releases memory that another's device still reads
+                    self._agree(CollectiveFingerprint("shrink (settled)"))
             except ExcludedError:
                 raise
             except PeerFailureError:

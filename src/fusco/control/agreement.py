@@ -26,7 +26,7 @@ from fusco.control.status_server import Address, StatusServer
 
 _REMINDER_S = 0.2
 _TURN_S = 0.002  # between looks at what others have proposed
-_PING_S = 0.2  # limit of the answer of a rank that a failure has named; one that is stopped has none
+_PING_S = 0.25  # limit of the answer of a rank that a failure has named; one that is stopped has none
 _NOTICE_S = 1.0  # limit of the delivery of notices to ranks that are left out; a stopped one reads it later
 
 

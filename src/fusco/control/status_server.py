@@ -8,6 +8,7 @@ secret that the ranks have shared since the communicator was made. What comes wi
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -89,6 +90,7 @@ class StatusServer:
             "value": self.board.note_value,
             "exclusion": self.board.note_exclusion,
         }
+        self._installing = threading.Lock()
         self._early: dict[int, list[dict[str, Any]]] = {}  # reports of later generations
         self._server = RequestServer(host, self._secret, self._answer_request)
         self.address = (host, self._server.port)
@@ -97,13 +99,14 @@ class StatusServer:
 
     def install(self, view: View, rank: int) -> None:
         """Begin a generation of members, one of which is this rank, ``rank``; reports of earlier ones count no more."""
-        self.board.install(view, rank)
-        self.failure_report, self.departures = None, {}
-        self._doing = (0, "", "", time.monotonic())
-        self._siblings.add(self)
-        for number in [number for number in self._early if number <= view.number]:
-            for request in self._early.pop(number):
-                self.answer(request)
+        with self._installing:
+            self.board.install(view, rank)
+            self.failure_report, self.departures = None, {}
+            self._doing = (0, "", "", time.monotonic())
+            self._siblings.add(self)
+            for number in [number for number in self._early if number <= view.number]:
+                for request in self._early.pop(number):
+                    self._note_report(request)
 
     def requests(self) -> Requests:
         """Return requests to other ranks, for one thread."""
@@ -157,19 +160,23 @@ class StatusServer:
         for kind, note in self._notes.items():
             if kind in request:
                 return note(request[kind])
-        if (generation := int(request.get("generation", 0))) != self.board.installed.number and "ask" not in request:
-            if generation > self.board.installed.number:
-                self._early.setdefault(generation, []).append(request)
-            return {}
-        if "failure" in request:
-            report = request["failure"]
-            if self.failure_report is None:
-                self.failure_report = FailureReport(**{**report, "peers": tuple(report["peers"])})
-            return {}
-        if "departure" in request:
-            self.departures.setdefault(int(request["departure"]["rank"]), str(request["departure"]["reason"]))
+        if "ask" not in request:
+            with self._installing:
+                self._note_report(request)
             return {}
         return asdict(self.status)
+
+    def _note_report(self, request: dict[str, Any]) -> None:
+        """Note a report of this generation; keep one of a later generation until it begins."""
+        if (generation := int(request.get("generation", 0))) != self.board.installed.number:
+            if generation > self.board.installed.number:
+                self._early.setdefault(generation, []).append(request)
+        elif "failure" in request:
+            report = request["failure"]
+            self.failure_report = self.failure_report or FailureReport(**{**report, "peers": tuple(report["peers"])})
+        else:
+            departure = request["departure"]
+            self.departures.setdefault(int(departure["rank"]), str(departure["reason"]))
 
     def _note_view(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note a view; unless all ranks are about to propose one, a call of this rank that is under way fails."""
