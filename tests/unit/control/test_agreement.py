@@ -121,7 +121,7 @@ def test_members_gather_values_until_one_goes_on_to_newer_members(ranks):
                     newer.agree({0, 1, 3})
                 return values
             errors = (NewerViewError, fusco.PeerFailureError)  # the view, or the report of it, is seen first
-            with pytest.raises(errors, match="rank 3 (agrees on other members again|has called shrink)"):
+            with pytest.raises(errors, match=r"rank 3 (agrees on other members again|has called shrink)"):
                 gather.all_gather("second", "never")
             return values
 
