@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-predictions test-minimum test-gpu bench-gpu bench-frameworks attack sanitize lint docs pictures
+.PHONY: setup demo test test-predictions test-minimum test-gpu wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -57,9 +57,9 @@ test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda
 test-gpu-within-node:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda
 test-gpu-between-nodes:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) tests/multirank --device cuda-nodes
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
 # BENCH="--only h7168-t128 train" chooses.
@@ -81,9 +81,15 @@ lint: setup
 	$(BIN)/ruff format --check src tests examples tools
 	$(BIN)/mypy
 
-# docs/api.md from signatures and docstrings. It parses the sources, so any Python from 3.10 on does, without packages.
-docs:
-	$(PYTHON) tools/api_reference.py
+# The documentation site, in out/site, with plots from docs/data. Broken links and names are errors. The API pages parse
+# the sources.
+docs: setup
+	$(BIN)/python tools/figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# A wheel whose C parts are compiled, and a source distribution, in out/wheels.
+wheel: setup
+	$(BIN)/python -m build --outdir out/wheels .
 
 # Pictures of the page of `fusco explore`, in a browser (chromium-headless-shell or FUSCO_BROWSER). OUT=... takes another
 # folder.

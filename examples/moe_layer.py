@@ -17,9 +17,7 @@ torch.manual_seed(dist.get_rank())
 x = torch.randn(512, 1024, dtype=torch.bfloat16, device=device, requires_grad=True)
 topk_weights, topk_idx = torch.randn(512, 64, device=device).softmax(1).topk(8)
 
-with fusco.Communicator(
-    num_experts=64, num_topk=8, max_tokens_per_rank=512, max_bytes_per_token=2048, device=device
-) as comm:
+with fusco.Communicator(num_experts=64, num_topk=8, max_tokens_per_rank=512, hidden=1024, device=device) as comm:
     sent = comm.dispatch(x, topk_idx, topk_weights)
     # Rows of this rank's experts, one block after the other, as grouped matrix multiplication reads them.
     blocks = sent.rows.split(sent.num_rows_per_expert.tolist())

@@ -43,15 +43,22 @@ class Law:
         topk_idx: ``topk_idx[r]`` are the expert ids of rank ``r``, (num_tokens, num_topk).
         expert_to_rank: the rank that owns each expert.
         alignment: each expert's block is padded to a multiple of this.
+        rows_per_expert: rows of each block, instead; rows beyond them are dropped. ``None`` means as many as needed.
 
     """
 
-    def __init__(self, topk_idx: Sequence[torch.Tensor], expert_to_rank: Sequence[int], alignment: int = 1) -> None:
+    def __init__(
+        self,
+        topk_idx: Sequence[torch.Tensor],
+        expert_to_rank: Sequence[int],
+        alignment: int = 1,
+        rows_per_expert: int | None = None,
+    ) -> None:
         self.topk_idx = [ids.tolist() for ids in topk_idx]
         self.expert_to_rank = tuple(expert_to_rank)
         self.ranks = range(len(topk_idx))
         self._num_topk = topk_idx[0].shape[1]
-        self._alignment = alignment
+        self._alignment, self.rows_per_expert = alignment, rows_per_expert
         self._blocks: list[list[Pair]] = [[] for _ in expert_to_rank]
         for src in self.ranks:  # the order of these loops defines the order inside a block
             for token, experts in enumerate(self.topk_idx[src]):
@@ -59,17 +66,35 @@ class Law:
                     if expert >= 0:
                         self._blocks[expert].append(Pair(src, token, k))
 
-    def blocks(self, rank: int) -> list[list[Pair]]:
-        """The block of each expert of a rank, in order of expert."""
+    def wanted(self, rank: int) -> list[list[Pair]]:
+        """All rows for each expert of a rank, in order of expert."""
         return [block for block, owner in zip(self._blocks, self.expert_to_rank, strict=True) if owner == rank]
+
+    def blocks(self, rank: int) -> list[list[Pair]]:
+        """The block of each expert of a rank: its rows, but those that are dropped."""
+        return [block[: self.rows_per_expert] for block in self.wanted(rank)]
+
+    def num_dropped(self, rank: int) -> list[int]:
+        """Rows of each expert of a rank that are dropped."""
+        return [len(all_) - len(block) for all_, block in zip(self.wanted(rank), self.blocks(rank), strict=True)]
 
     def slots(self, rank: int) -> list[Pair | None]:
         """The token and expert of each expert-major row of a rank; ``None`` is padding."""
         slots: list[Pair | None] = []
         for block in self.blocks(rank):
             slots += block
-            slots += [None] * (-len(block) % self._alignment)
+            num_rows = self.rows_per_expert or -(-len(block) // self._alignment) * self._alignment
+            slots += [None] * (num_rows - len(block))
         return slots
+
+    def undefined(self, rank: int) -> torch.Tensor:
+        """True for each row of a rank that may be anything: behind a block of fixed size, and its padding."""
+        is_undefined = torch.zeros(len(self.slots(rank)), dtype=torch.bool)
+        for expert, count in enumerate(self.counts(rank)):
+            if self.rows_per_expert is not None:
+                padded = -(-count // self._alignment) * self._alignment
+                is_undefined[expert * self.rows_per_expert + padded : (expert + 1) * self.rows_per_expert] = True
+        return is_undefined
 
     def counts(self, rank: int) -> list[int]:
         """Rows of each block."""

@@ -83,7 +83,7 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
     sizes = "--iterations 10" if is_cuda else "--iterations 3 --tokens 64"
     prefill = f"-m fusco {PREFILL} --device {device} {sizes} --json"
     parts["prefill"] = part((*python, *prefill.split(), str(out / "prefill.jsonl")), 330.0, site, deep_ep=peer or OURS)
-    runner = python if is_cuda else (*python, str(TOOLS / "without_cuda.py"))
+    runner = python if is_cuda else (*python, str(TOOLS / "deep_ep_tests.py"), "--device", "cpu")
     if (tests := carried / "deep_ep").exists():  # 4096 tokens, hidden 7168, top-8 of 256 are its defaults
         small = [] if is_cuda else SMALL_INTRANODE.split()
         command = (*runner, str(tests / "test_intranode.py"), *TWO, *small)

@@ -1,18 +1,9 @@
-"""Run code that names CUDA on CPUs: models and tests of frameworks, unchanged.
-
-``python tools/without_cuda.py FILE [ARGUMENT ...]`` runs a test of DeepEP this way: its processes are forked, and what
-it measures runs once.
-"""
+"""Run code that names CUDA on CPUs: models and tests of frameworks, unchanged."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import runpy
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -65,12 +56,14 @@ def without_cuda() -> Iterator[None]:
         sizes: dict[str, Any] = {
             name: each.tolist() if torch.is_tensor(each) else each for name, each in options.items()
         }
+        if input.dtype.itemsize == 1:  # gloo has no FP8
+            output, input = output.view(torch.uint8), input.view(torch.uint8)  # noqa: A001
         return all_to_all_single(output, input, *splits, **sizes)
 
     replaced: dict[Any, dict[str, Any]] = {
         torch: {"set_default_device": lambda device: set_default_device(_of_cpu(device))},
         dist: {"init_process_group": init, "all_to_all_single": exchange},
-        torch.multiprocessing: {"spawn": _fork},
+        torch.multiprocessing: {"spawn": fork},
         torch.cuda: {
             "current_device": lambda: torch.device("cpu"),
             **_nothings("current_stream", "Stream", "Event", "stream", "synchronize", "set_device"),
@@ -97,27 +90,7 @@ def _of_cpu(value: Any) -> Any:
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
-def _fork(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:
+def fork(function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1) -> None:
     """Start processes that have these replacements, too."""
     start: Any = vars(torch.multiprocessing)["start_processes"]
     start(function, args, nprocs, start_method="fork")
-
-
-def _bench_once(function: Callable[[], Any], *_: Any, **__: Any) -> tuple[float, float, float]:
-    start = time.perf_counter()
-    function()
-    took = time.perf_counter() - start
-    return took, took, took
-
-
-def run_file(path: Path, arguments: Sequence[str]) -> None:
-    """Run a test of DeepEP, with the functions of ``utils.py`` beside it."""
-    sys.path.insert(0, str(path.parent))
-    sys.argv = [str(path), *arguments]
-    importlib.import_module("utils").bench = _bench_once  # type: ignore[attr-defined]  # DeepEP's
-    with without_cuda():
-        runpy.run_path(str(path), run_name="__main__")
-
-
-if __name__ == "__main__":
-    run_file(Path(sys.argv[1]), sys.argv[2:])

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fusco.core.lanes import Lanes as Lanes, Runs as Runs
     from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
+    from fusco.core.routing_sizes import RoutingSizes as RoutingSizes
     from fusco.core.segments import Segments as Segments
     from fusco.core.timeline import Timeline as Timeline
     from fusco.core.topology import Topology as Topology
@@ -80,6 +81,7 @@ _MODULE_TO_NAMES = {
     "core.groups": "Groups",
     "core.lanes": "Lanes Runs",
     "core.placement": "ExpertPlacement",
+    "core.routing_sizes": "RoutingSizes",
     "core.segments": "Segments",
     "core.timeline": "Timeline",
     "core.topology": "Topology",

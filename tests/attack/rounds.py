@@ -50,6 +50,10 @@ class Round:
     def alignment(self) -> int:
         return self.random.choice((1, 1, 2, 3, 8, 16))
 
+    def rows_per_expert(self, alignment: int) -> int | None:
+        """Rows of each expert of a masked output, often too few; or ``None`` for blocks that follow each other."""
+        return self.random.choice((None, None, alignment, 3 * alignment, 40 * alignment))
+
 
 def work(comm: fusco.Communicator, setup: Setup, *name: int | str) -> str:
     """Run one round; ``name`` is the same on all ranks and seeds it. Return its kind."""
@@ -66,11 +70,14 @@ def work(comm: fusco.Communicator, setup: Setup, *name: int | str) -> str:
 def shuffle_tokens(at: Round) -> None:
     """Dispatch one or several payloads, dispatch again with the handle, and combine."""
     case, alignment = at.case(), at.alignment()
-    law = law_of(at.comm, case, alignment)
+    law = law_of(at.comm, case, alignment, at.rows_per_expert(alignment))
     weights = _weights(at, case)
     with_weights = weights is not None and at.random.random() < 0.5
     spare = at.random.choice((None, None, 0, 1, 40))
-    static = None if spare is None else fusco.StaticRows(max(1, len(law.slots(at.rank)) + spare))
+    if law.rows_per_expert:
+        static = fusco.StaticRows(rows_per_expert=law.rows_per_expert, on_overflow="drop")
+    else:
+        static = None if spare is None else fusco.StaticRows(max(1, len(law.slots(at.rank)) + spare))
     world = _payloads(at, case, "x")
     ids = case.topk_idx(at.rank).to(at.random.choice((torch.int32, torch.int64)))
     sent = at.comm.dispatch(
@@ -82,18 +89,21 @@ def shuffle_tokens(at: Round) -> None:
         static=static,
     )
     num_rows = len(law.slots(at.rank))
-    assert len(sent.rows) == (static.num_rows if static else num_rows)
+    behind = static.num_slots(len(law.counts(at.rank))) - num_rows if static else 0
+    assert sent.rows.shape[: len(sent.handle.rows_shape)] == sent.handle.rows_shape
+    assert sent.handle.num_rows == num_rows + behind
     assert sent.num_rows_per_expert.tolist() == law.counts(at.rank)
+    assert sent.num_dropped_per_expert.tolist() == law.num_dropped(at.rank)
     _check_rows(at, law, sent.payloads, world)
     if with_weights:
-        assert_same_bits(sent.weights[:num_rows], law.row_weights(at.rank, weights), "weights of rows")
+        assert_same_bits(sent.weights.flatten()[:num_rows], law.row_weights(at.rank, weights), "weights of rows")
     poison(*sent.payloads)
     if at.random.random() < 0.5:
         world = _payloads(at, case, "again")
         again = at.comm.dispatch_again(_one_or_list(world[at.rank]), sent.handle)
         _check_rows(at, law, again, world)
         poison(*again)
-    _combine(at, law, sent.handle, weights, 0 if static is None else static.num_rows - num_rows)
+    _combine(at, law, sent.handle, weights, behind)
 
 
 def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tensor] | None, behind: int) -> None:
@@ -111,7 +121,7 @@ def _combine(at: Round, law: Law, handle: fusco.Handle, weights: list[torch.Tens
     y = [_integers((len(law.slots(rank)), hidden), dtype, at.seed, "y", rank) for rank in law.ranks]
     sums = law.sums(at.rank, y, None, at.comm.topology.rank_to_node).exact
     y[at.rank] = torch.nn.functional.pad(y[at.rank], (0, 0, 0, behind), value=float("nan"))
-    out = at.comm.combine(y[at.rank], handle, weights=None)
+    out = at.comm.combine(y[at.rank].view(*handle.rows_shape, hidden), handle, weights=None)
     assert torch.equal(out.double(), sums), "sums of integers"
     poison(out)
 
@@ -145,7 +155,10 @@ def drop_rows(at: Round) -> None:
 def differentiate(at: Round) -> None:
     """Gradients of rows, of weights and of row weights, all of small integers: they must be exact."""
     case, alignment = at.case(), at.alignment()
-    law, hidden = law_of(at.comm, case, alignment), max(1, at.setup.max_bytes_per_token // 32)
+    law = law_of(at.comm, case, alignment, at.rows_per_expert(alignment))
+    hidden, static = max(1, at.setup.max_bytes_per_token // 32), None
+    if law.rows_per_expert:
+        static = fusco.StaticRows(rows_per_expert=law.rows_per_expert, on_overflow="drop")
     shape = {rank: (case.num_tokens(rank), hidden) for rank in law.ranks}
     x, out_grads = ([_doubles(shape[r], at.seed, name, r) for r in law.ranks] for name in ("x", "out"))
     weights = [_doubles((case.num_tokens(r), case.num_topk), at.seed, "weights", r) for r in law.ranks]
@@ -153,10 +166,13 @@ def differentiate(at: Round) -> None:
     weight_grads = [_doubles((len(law.slots(r)),), at.seed, "weight grads", r) for r in law.ranks]
 
     mine = [tensors[at.rank].clone().requires_grad_() for tensors in (x, weights, y)]
-    sent = at.comm.dispatch(mine[0], case.topk_idx(at.rank), mine[1], expert_alignment=alignment, with_weights=True)
-    out = at.comm.combine(mine[2], sent.handle)
-    loss = (out * out_grads[at.rank]).sum() + (sent.rows * row_grads[at.rank]).sum()
-    (loss + (sent.weights * weight_grads[at.rank]).sum()).backward()
+    sent = at.comm.dispatch(
+        mine[0], case.topk_idx(at.rank), mine[1], expert_alignment=alignment, with_weights=True, static=static
+    )
+    shape_of_rows = sent.handle.rows_shape
+    out = at.comm.combine(mine[2].view(*shape_of_rows, hidden), sent.handle)
+    loss = (out * out_grads[at.rank]).sum() + (sent.rows * row_grads[at.rank].view(sent.rows.shape)).sum()
+    (loss + (sent.weights * weight_grads[at.rank].view(shape_of_rows)).sum()).backward()
 
     expected_x, expected_weights = torch.zeros_like(x[at.rank]), torch.zeros_like(weights[at.rank])
     expected_y = torch.zeros_like(y[at.rank])
@@ -169,7 +185,8 @@ def differentiate(at: Round) -> None:
             if pair and owner == at.rank:
                 expected_y[slot] = weights[pair.src][pair.token, pair.k] * out_grads[pair.src][pair.token]
     for name, leaf, expected in zip("xwy", mine, (expected_x, expected_weights, expected_y), strict=True):
-        assert torch.equal(leaf.grad, expected), f"gradient of {name} of {case}"
+        is_defined = ~law.undefined(at.rank) if name == "y" else slice(None)
+        assert torch.equal(leaf.grad[is_defined], expected[is_defined]), f"gradient of {name} of {case}"
 
 
 def exchange(at: Round) -> None:
@@ -303,8 +320,9 @@ def _one_or_list(payloads: list[torch.Tensor]) -> torch.Tensor | list[torch.Tens
 def _check_rows(at: Round, law: Law, outputs: Any, world: list[list[torch.Tensor]]) -> None:
     assert len(outputs) == len(world[at.rank])
     for i, output in enumerate(outputs):
-        expected = law.rows(at.rank, [payloads[i] for payloads in world])
-        assert_same_bits(output[: len(expected)], expected, f"payload {i}")
+        expected, is_defined = law.rows(at.rank, [payloads[i] for payloads in world]), ~law.undefined(at.rank)
+        rows = output.flatten(0, 1) if law.rows_per_expert else output
+        assert_same_bits(rows[: len(expected)][is_defined], expected[is_defined], f"payload {i}")
 
 
 def _integers(shape: tuple[int, ...], dtype: torch.dtype, *name: int | str) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from comparison import assert_same_bits
 from fusco.core.errors import MismatchError, RejectedInputError
-from fusco.integrations.deep_ep_buffer import Buffer
+from fusco.integrations.deep_ep.buffer import Buffer
 
 _NUM_STEPS, _HIDDEN, _NUM_LOCAL, _NUM_TOPK = 25, 24, 3, 2
 _SOON_S = 10.0  # far below the limit of a wait, even on a loaded machine

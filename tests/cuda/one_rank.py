@@ -55,9 +55,12 @@ class OneRank:
     def __exit__(self, *exception: object) -> None:
         self.comm.close()
 
-    def plan(self, case: Case, alignment: int = 1, max_slots: int | None = None) -> PlannedSlots:
+    def plan(
+        self, case: Case, alignment: int = 1, max_slots: int | None = None, rows_per_expert: int | None = None
+    ) -> PlannedSlots:
         """The twin's plan."""
-        return plan_slots(case.topk_idx(0), self._expert_to_local, NUM_EXPERTS, alignment, max_slots)
+        limits = max_slots, rows_per_expert
+        return plan_slots(case.topk_idx(0), self._expert_to_local, NUM_EXPERTS, alignment, *limits)
 
     def dispatch(
         self,
@@ -81,12 +84,13 @@ class OneRank:
             launch=launch,
         )
         self.comm.wait()
-        plan = self.plan(case, alignment, static.num_rows if static else None)
+        limits = (static.num_rows, static.rows_per_expert) if static else ()
+        plan = self.plan(case, alignment, *limits)
         self.check_plan(case, plan, sent.handle)
         assert_same_bits(sent.num_rows_per_expert.cpu(), plan.num_rows_per_expert, "num_rows_per_expert")
         on_host = sent.num_rows_per_expert_on_host
         assert on_host is None if static else on_host.tolist() == plan.num_rows_per_expert.tolist()
-        assert sent.handle.num_rows == (static.num_rows if static else plan.num_slots_needed)
+        assert sent.handle.num_rows == (static.num_slots(NUM_EXPERTS) if static else plan.num_slots_needed)
         self.check_rows(sent.payloads, payloads, plan)
         return sent.handle
 
@@ -94,7 +98,8 @@ class OneRank:
         """Compare what the kernel ``plan`` wrote."""
         made: Any = handle.plan.tables
         assert_same_bits(made.row_to_slots.cpu(), plan.row_to_slots, "row_to_slots")
-        assert_same_bits(made.block_to_first_slot.cpu(), plan.block_to_first_slot, "block_to_first_slot")
+        for name in ("block_to_first_slot", "block_to_end_slot", "num_dropped_per_expert"):
+            assert_same_bits(getattr(made, name).cpu(), getattr(plan, name), name)
         assert made.num_rows_needed.tolist() == [plan.num_slots_needed]
         marks = mark_ranks(case.topk_idx(0), self._expert_to_rank)
         assert_same_bits(made.token_to_ranks.cpu(), marks, "token_to_ranks")
@@ -102,12 +107,16 @@ class OneRank:
             assert_same_bits(made.weights.cpu(), case.topk_weights(0, made.weights.dtype), "weights")
 
     def check_rows(self, outputs: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor], plan: PlannedSlots) -> None:
-        """Compare expert-major rows; those after the last block are undefined."""
-        num_written = int(plan.block_to_first_slot[-1])
+        """Compare expert-major rows; those behind blocks are undefined."""
+        blocks = zip(plan.block_to_first_slot.tolist(), plan.block_to_end_slot.tolist(), strict=True)
+        written = torch.cat([torch.arange(*block) for block in blocks])
+        num_slots = int(plan.block_to_end_slot[-1])
         assert len(outputs) == len(payloads)
         for i, (output, payload) in enumerate(zip(outputs, payloads, strict=True)):
-            expected = scatter_rows(payload, plan.row_to_slots, num_written)
-            assert_same_bits(taken(output)[:num_written], expected, f"payload {i}")
+            expected = scatter_rows(payload, plan.row_to_slots, num_slots)
+            rows = taken(output)
+            rows = rows.flatten(0, 1) if rows.ndim > payload.ndim else rows
+            assert_same_bits(rows[written], expected[written], f"payload {i}")
 
     def combine(
         self,

@@ -11,7 +11,7 @@ from one_rank import NUM_EXPERTS
 
 from comparison import assert_same_bits
 from fusco.cuda.within_node.planning import DevicePlanner
-from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from fusco.integrations.routing_maps import indices_to_map
 
 HIDDEN, NUM_TOKENS, NUM_TOPK = 256, 64, 4
@@ -21,7 +21,7 @@ HIDDEN, NUM_TOKENS, NUM_TOPK = 256, 64, 4
 def buffer(group):
     buffer = HybridEPBuffer(group, HIDDEN, NUM_TOKENS, NUM_EXPERTS)
     yield buffer
-    buffer.abort()
+    buffer.destroy()
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class Captured:
         plan = one.plan(case, self._alignment, self._num_slots)
         one.check_plan(case, plan, sent.handle)
         assert sent.num_rows_per_expert.tolist() == plan.num_rows_per_expert.tolist()
-        num_written = int(plan.block_to_first_slot[-1])
+        num_written = int(plan.block_to_end_slot[-1])
         y = sent.rows.cpu()[:num_written] * 2
         one.check_rows([sent.rows], [x], plan)
         expected = one.twin_of_combine(case, y, plan, weights)

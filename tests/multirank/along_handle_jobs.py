@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from comparison import assert_same_bits
 from fusco.api import communicator
 from fusco.api.collective import run_collective
-from fusco.integrations.deep_ep_buffer import Buffer
-from fusco.integrations.elastic_buffer import ElasticBuffer
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
 from fusco.integrations.routing_maps import indices_to_map
 from generator import values
 

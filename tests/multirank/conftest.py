@@ -71,6 +71,13 @@ def two(world_of):
 
 
 @pytest.fixture(scope="session")
+def one(world_of):
+    world = limited_world(world_of, 1)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
 def eight(world_of):
     world = limited_world(world_of, 8)
     yield world

@@ -9,10 +9,10 @@ from integration_cases import HIDDEN, NUM_LOCAL, NUM_TOPK, cases, law_of
 
 from comparison import assert_same_bits
 from fusco import PeerFailureError
-from fusco.integrations.deep_ep_buffer import Buffer
-from fusco.integrations.elastic_buffer import ElasticBuffer
-from fusco.integrations.ep_handle import EPHandle
-from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer, EPBuffer
+from fusco.integrations.deep_ep.ep_handle import EPHandle
+from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from generator import Case, values
 from law import Law
 
@@ -191,16 +191,14 @@ def elastic_refusals(group: dist.ProcessGroup) -> list[str]:
     """Texts of errors."""
     buffer, texts = ElasticBuffer(group), []
     x, ids = torch.ones(2, HIDDEN), torch.zeros(2, 2, dtype=torch.int64)
-    *_, handle, _ = buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True)
     for call in (
         lambda: ElasticBuffer(group, num_cpu_bytes=1),
-        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4),
+        lambda: EPBuffer(group, lb_allocation_plan_or_num_bytes=64),
         lambda: buffer.dispatch(x, do_expand=True),
-        lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, use_tma_aligned_col_major_sf=True),
         lambda: buffer.dispatch(x, topk_idx=ids, num_experts=4, do_expand=True, do_cpu_sync=False),
         lambda: buffer.combine(x, handle=None),
         lambda: buffer.pp_send(x, 0),
-        lambda: handle.num_recv_tokens,
+        lambda: buffer.lb_prefetch_weights(x, x, ids),
     ):
         try:
             call()
@@ -231,5 +229,5 @@ def refusals_of_handles(group: dist.ProcessGroup) -> list[str]:
         with pytest.raises((TypeError, ValueError)) as error:
             call()
         texts.append(f"{type(error.value).__name__}: {error.value}")
-    first.destroy(), hybrid.abort()
+    first.destroy(), hybrid.destroy()
     return texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,3 +71,22 @@ def run_byte_collectives(group: dist.ProcessGroup, device: str | None, dtype: to
             rows = torch.full((4, 3), float(rank), dtype=torch.float32, device=ON_CPU)
             moved = comm.dispatch(rows, torch.full((4, 1), following, device=ON_CPU)).rows
         return [digest(value) for value in (output, shuffled, streamed, moved)]
+
+
+def describe(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
+    """Return the texts of a communicator sized by ``hidden``, of its results, and what it logs."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fusco")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    comm = fusco.Communicator(
+        group, num_experts=8, num_topk=2, max_tokens_per_rank=4, hidden=6, ranks_per_node=2, balancer="static"
+    )
+    logger.removeHandler(handler)
+    with comm:
+        rows = torch.ones((4, 6), dtype=torch.bfloat16, device=ON_CPU)
+        sent = comm.dispatch(rows, torch.tensor([[0, 5]] * 4, dtype=torch.int64, device=ON_CPU))
+        texts = [repr(comm), repr(sent), repr(sent.handle)]
+    return [*texts, repr(comm)], records

@@ -111,6 +111,19 @@ def read(
     return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
 
 
+def adapters_on_meta(_: dist.ProcessGroup, path: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """Return the adapters of a model that never was whole, and the difference of its logits from the plain model's."""
+    torch.manual_seed(dist.get_rank())
+    with fsdp.parameters_on_meta():
+        model = adapt(make_model("qwen3"), **changes)
+    _parallel(model)
+    fsdp.materialize(model, "cpu")
+    fsdp.load_hugging_face(path, model)
+    with torch.no_grad():
+        logits = model(input_ids=make_batch(0, 1).ids).logits
+    return {name: _whole(each) for name, each in model.state_dict().items() if "lora_" in name} | {"logits": logits}
+
+
 def error_of_reading(_: dist.ProcessGroup, path: Path, **changes: Any) -> str:
     """Return the error for adapters that depend on the weights below them."""
     model = _parallel(make_adapted(**changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from pathlib import Path
 
@@ -69,6 +70,29 @@ def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
         parameters = [each for each in parameters if each.ndim == 2]
     kind, _, implementation = name.partition(", ")
     return getattr(torch.optim, kind)(parameters, lr=1e-3, **({implementation: True} if implementation else {}))
+
+
+def run_lora_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> None:
+    """Run the snippets of the page on LoRA; adapters and merged weights must be those that were trained."""
+    run, mesh = Run(), mesh_of(2, 1)
+    with dispatcher_of(run, mesh) as dispatcher:
+        scope = {name: importlib.import_module(name) for name in ("peft", "torch", "transformers")}
+        scope |= {"fsdp": fsdp, "mesh": mesh, "dispatcher": dispatcher, "device": "cpu"}
+        scope |= {"loss_sum": loss_sum, "num_targets": num_targets, "batches": [make_batch(dist.get_rank(), 2)] * 2}
+        scope |= {name: folder / name for name in ("base", "adapter", "checkpoint", "whole")}
+        ids = make_batch(0, 1).ids
+        for snippet in snippets:
+            exec(snippet, scope)
+            if "optimizer" in scope and "trained_logits" not in scope:
+                with torch.no_grad():
+                    scope["trained_logits"] = scope["model"](input_ids=ids).logits
+        with torch.no_grad():
+            again, alone, large = (scope[name](input_ids=ids).logits for name in ("again", "alone", "large"))
+            plain = make_model("qwen3")(input_ids=ids).logits
+        torch.testing.assert_close(again, scope["trained_logits"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone, scope["trained_logits"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(large, plain, rtol=0, atol=1e-5)  # B is zero
+        assert (alone - plain).abs().max() > 1e-3
 
 
 def run_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> str:

@@ -10,8 +10,8 @@ from integration_cases import HIDDEN, KINDS, NUM_LOCAL, cases, law_of
 
 from comparison import assert_same_bits
 from fusco import PeerFailureError, RejectedInputError
-from fusco.integrations.deep_ep_buffer import Buffer
-from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from fusco.integrations.routing_maps import indices_to_map
 from generator import Case, any_bits, values
 from law import Law
@@ -122,7 +122,7 @@ def finds_a_fault(group: dist.ProcessGroup, tamper: str) -> bool:
     except PeerFailureError:
         return False
     finally:
-        buffer.abort()
+        buffer.destroy()
     return False
 
 
@@ -140,7 +140,7 @@ def check_lost_experts(group: dist.ProcessGroup) -> None:
     for call in (buffer.dispatch, buffer.dispatch_with_permute):
         with pytest.raises((ValueError, RejectedInputError), match="routing_map has tokens with more than"):
             call(hidden=x, routing_map=routing_map)
-    buffer.abort()
+    buffer.destroy()
 
 
 def check_rank_rows(group: dist.ProcessGroup, ranks_per_node: int) -> None:

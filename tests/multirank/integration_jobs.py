@@ -8,9 +8,9 @@ from hybrid_ep_jobs import open_hybrid
 from integration_cases import HIDDEN, NUM_LOCAL
 
 from fusco import PeerFailureError
-from fusco.integrations.deep_ep_buffer import Buffer
-from fusco.integrations.elastic_buffer import ElasticBuffer
-from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
+from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 
 
 def leave_open(group: dist.ProcessGroup) -> None:
@@ -75,7 +75,7 @@ def killed_in_a_layer(group: dist.ProcessGroup) -> str:
     x, ids = torch.ones(2, HIDDEN), torch.arange(2, dtype=torch.int64)[:, None]
     rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
     if group.rank() == group.size() - 1:
-        buffer.abort()
+        buffer.destroy()
         return ""
     try:
         buffer.combine_with_unpermute(hidden=rows, handle=handle)

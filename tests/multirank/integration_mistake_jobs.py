@@ -13,8 +13,8 @@ from hybrid_ep_jobs import open_hybrid
 from integration_cases import HIDDEN, NUM_LOCAL
 
 from fusco import ClosedError
-from fusco.integrations.deep_ep_buffer import Buffer, Config
-from fusco.integrations.elastic_buffer import ElasticBuffer
+from fusco.integrations.deep_ep.buffer import Buffer, Config
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
@@ -36,7 +36,7 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         except (ValueError, TypeError, NotImplementedError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
-    buffer.abort()
+    buffer.destroy()
     with pytest.raises(ClosedError, match="have been aborted"):
         buffer.dispatch_with_permute(hidden=x, topk_idx=ids)
     return texts
@@ -81,7 +81,6 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, handle, bias=x[:1]))
     attempt(expand, lambda: expand(num_experts=None))
     expanded, _, _, of_second, _ = expand()
-    attempt(expand, lambda: expand(do_expand=False))
     attempt(lambda: second.combine(expanded, of_second), lambda: second.combine(expanded, None))
     attempt(expand, lambda: expand(cumulative_local_expert_recv_stats=torch.zeros(1, dtype=torch.int32)))
     for changes in ({"topk_idx": ids}, {"num_experts": 3 * NUM_LOCAL}, {"expert_alignment": 8}):
@@ -124,12 +123,12 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, handle, config=too_few))
     attempt(
         lambda: second.dispatch(x, handle=of_second),
-        lambda: second.dispatch(x, handle=of_second, use_tma_aligned_col_major_sf=True),
+        lambda: second.dispatch(x, handle=of_second, expert_alignment=8),
     )
     assert torch.equal(first.combine(rows, handle)[0], x * is_in.sum(1, keepdim=True))  # all of them work
     assert torch.equal(second.combine(expanded, of_second)[0], 2 * x)
     assert torch.equal(hybrid.combine_with_unpermute(hidden=permuted, handle=of_hybrid)[0], 2 * x)
     for buffer in (first, second):
         buffer.destroy()
-    hybrid.abort()
+    hybrid.destroy()
     return outcomes

@@ -31,14 +31,14 @@ def expert(kind: Sequence[tuple[torch.dtype, tuple[int, ...]]], number: int) -> 
     return [any_bits((1, *shape), dtype, "expert", number, i)[0] for i, (dtype, shape) in enumerate(kind)]
 
 
-def in_places(kind: Sequence[Any], row: np.ndarray, num_places: int) -> list[torch.Tensor]:
-    """Return tensors (P, ...) with the experts of a rank; places without one have random bits."""
+def in_places(kind: Sequence[Any], row: np.ndarray, num_places: int, device: str = "cpu") -> list[torch.Tensor]:
+    """Return tensors (P, ...) on a device with the experts of a rank; places without one have random bits."""
     tensors = [any_bits((num_places, *shape), dtype, "nothing", i) for i, (dtype, shape) in enumerate(kind)]
     for place, number in enumerate(row):
         for tensor, weights in zip(tensors, expert(kind, number), strict=True):
             if number >= 0:
                 copy_bits(tensor[place], weights)
-    return tensors
+    return [tensor.to(device) for tensor in tensors]
 
 
 def copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -60,8 +60,8 @@ def check_moves(group: dist.ProcessGroup, setup: Setup, seed: int, num_moves: in
             old = random_places(random, num_ranks, range(2 * num_ranks), 4)
             placed = sorted({*old.ravel().tolist()} - {-1})
             new = random_places(random, num_ranks, placed, int(random.integers(1, 6)))
-            weights = in_places(kind, old[comm.rank], 6)
-            untouched = [tensor.clone() for tensor in weights]
+            weights = in_places(kind, old[comm.rank], 6, setup.device)
+            untouched = in_places(kind, old[comm.rank], 6)
             if number % 2:
                 comm.move_experts(weights, old, new)
             else:
@@ -82,10 +82,10 @@ def check_moves(group: dist.ProcessGroup, setup: Setup, seed: int, num_moves: in
 
 def assert_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
     for i, (tensor, other) in enumerate(zip(found, expected, strict=True)):
-        assert_same_bits(tensor, other, f"{what}, tensor {i}")
+        assert_same_bits(tensor.cpu(), other, f"{what}, tensor {i}")
 
 
-def refit(group: dist.ProcessGroup, num_trainers: int, is_apart: bool) -> None:
+def refit(group: dist.ProcessGroup, setup: Setup, num_trainers: int, is_apart: bool) -> None:
     """Move from the first ranks to the others (``is_apart``) or to all, which have other numbers of places."""
     rank, num_ranks, num_experts = dist.get_rank(group), dist.get_world_size(group), 12
     old, new = (np.full((num_ranks, 12), -1) for _ in range(2))
@@ -95,8 +95,8 @@ def refit(group: dist.ProcessGroup, num_trainers: int, is_apart: bool) -> None:
     for number in range(num_experts):
         new[first + number // 2 % (num_ranks - first), number % 2 + 2 * (number // 2 // (num_ranks - first))] = number
     kind = EXPERTS[1]
-    weights = in_places(kind, old[rank], 12) if (old[rank] >= 0).any() else None
-    targets = in_places(kind, new[rank] * 0 - 1, 12) if (new[rank] >= 0).any() else None
+    weights = in_places(kind, old[rank], 12, setup.device) if (old[rank] >= 0).any() else None
+    targets = in_places(kind, new[rank] * 0 - 1, 12, setup.device) if (new[rank] >= 0).any() else None
     fusco.move_experts(weights, old, new, targets=targets, group=group)
     if weights is not None:
         assert_same(weights, in_places(kind, old[rank], 12), "sources")
@@ -111,7 +111,7 @@ def check_network_bytes(group: dist.ProcessGroup, setup: Setup) -> None:
         old, new = np.full((num_ranks, 2), -1), np.full((num_ranks, 2), -1)
         old[:, 0], new[:, 0], new[:, 1] = range(num_ranks), range(num_ranks), 1
         for step_bytes in (1 << 20, 512):
-            weights = in_places(EXPERTS[2], old[comm.rank], 2)
+            weights = in_places(EXPERTS[2], old[comm.rank], 2, setup.device)
             task = comm.start_moving_experts(weights, old, new, pace=fusco.Pace(step_bytes=step_bytes))
             num_sent = 0
             while task.progress < 1 - 1.5 / (task.num_steps + 1):
@@ -130,7 +130,7 @@ def hold_back(group: dist.ProcessGroup, setup: Setup) -> tuple[int, int]:
         num_ranks = comm.topology.world_size
         old = np.arange(num_ranks)[:, None]
         new = np.roll(old, 1, axis=0)
-        weights = in_places(EXPERTS[2], old[comm.rank], 1)
+        weights = in_places(EXPERTS[2], old[comm.rank], 1, setup.device)
         task = comm.start_moving_experts(weights, old, new, pace=fusco.Pace(step_bytes=512))
         if comm.rank == num_ranks - 1:
             task.pause()
@@ -165,7 +165,7 @@ def check_prefetch(group: dist.ProcessGroup, setup: Setup, seed: int) -> list[to
             return [*weights, any_bits((1, 3), torch.int16, seed, number)[0]]
 
         def stacked(experts: Sequence[int]) -> list[torch.Tensor]:
-            return [torch.stack(each) for each in zip(*map(of_expert, experts), strict=True)]
+            return [torch.stack(each).to(setup.device) for each in zip(*map(of_expert, experts), strict=True)]
 
         weights = stacked(placement.rank_to_experts[rank])
         weights[:2] = [each.requires_grad_() for each in weights[:2]]
@@ -182,18 +182,18 @@ def check_prefetch(group: dist.ProcessGroup, setup: Setup, seed: int) -> list[to
             [values((2, *each.shape[1:]), each.dtype, seed, "grad", r) for r in range(num_ranks)]
             for each in weights[:2]
         ]
-        torch.autograd.backward(list(spares[:2]), [of[rank] for of in grads])
+        torch.autograd.backward(list(spares[:2]), [of[rank].to(setup.device) for of in grads])
         for weight, of in zip(weights[:2], grads, strict=True):
             sums = torch.zeros(weight.shape)
             for src in range(num_ranks):
                 for place, number in enumerate(plan.experts[plan.ranks == src].tolist()):
                     if placement.expert_to_rank[number] == rank:
                         sums[placement.expert_to_local[number]] += of[src][place].float()
-            assert_same_bits(weight.grad, sums.to(weight.dtype), "gradients")
+            assert_same_bits(weight.grad.cpu(), sums.to(weight.dtype), "gradients")
         with torch.no_grad():
             assert not any(each.requires_grad for each in comm.prefetch_experts(weights, plan, 3))
         check_that_it_works(comm, setup)
-        return [weight.grad for weight in weights[:2]]
+        return [weight.grad.cpu() for weight in weights[:2]]
 
 
 # One rank's mistakes. Each gets a valid (comm, weights, old, new) of four ranks with two places.
@@ -254,7 +254,7 @@ def on_another_device(comm, weights, old, new):
 
 
 def transposed(comm, weights, old, new):
-    comm.move_experts([torch.zeros(2, 4, 3).transpose(1, 2)], old, new)
+    comm.move_experts([torch.zeros(2, 4, 3, device=weights[0].device).transpose(1, 2)], old, new)
 
 
 def without_weights(comm, weights, old, new):
@@ -270,7 +270,7 @@ def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mis
     with setup.open(group) as comm:
         old = np.array([[0, -1], [1, -1], [2, -1], [3, -1]])
         new = np.array([[0, 3], [1, 0], [2, 3], [3, 1]])
-        weights = [torch.full((2, 3, 4), float(comm.rank))]
+        weights = [torch.full((2, 3, 4), float(comm.rank), device=setup.device)]
         call = mistake if comm.rank == mistaken_rank else good
         outcome = attempt(lambda: call(comm, weights, old, new))
         assert (weights[0] == comm.rank).all()

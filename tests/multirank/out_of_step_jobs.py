@@ -14,9 +14,9 @@ from hybrid_ep_jobs import open_hybrid
 from integration_cases import HIDDEN, NUM_LOCAL
 
 from comparison import assert_same_bits
-from fusco.integrations import hybrid_ep
-from fusco.integrations.deep_ep_buffer import Buffer
-from fusco.integrations.elastic_buffer import ElasticBuffer
+from fusco.integrations import expert_rows
+from fusco.integrations.deep_ep.buffer import Buffer
+from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
 from fusco.integrations.growth import Need
 
 NUM_EXPERTS = 2 * NUM_LOCAL
@@ -92,7 +92,7 @@ def calls_of_two_kinds(group: dist.ProcessGroup) -> list[str]:
     assert torch.equal(hybrid.combine_with_unpermute(hidden=permuted, handle=of_hybrid)[0], 2 * x)
     for buffer in (first, second):
         buffer.destroy()
-    hybrid.abort()
+    hybrid.destroy()
     return texts
 
 
@@ -102,7 +102,7 @@ def memory_that_ends(group: dist.ProcessGroup) -> list[str]:
     first, second, hybrid, texts = Buffer(group), ElasticBuffer(group), open_hybrid(group, 2), []
     _, _, of_experts, is_in, _ = first.get_dispatch_layout(ids, NUM_EXPERTS)
     calls = [
-        (hybrid_ep, "_padded", lambda: hybrid.dispatch_with_permute(hidden=x, topk_idx=ids)),
+        (expert_rows, "padded", lambda: hybrid.dispatch_with_permute(hidden=x, topk_idx=ids)),
         (torch, "cat", lambda: first.dispatch(x, None, None, None, is_in, of_experts, ids)),
         (torch, "cat", lambda: hybrid.dispatch(x, topk_idx=ids)),
         (Need, "of", lambda: second.dispatch(x, topk_idx=ids, num_experts=NUM_EXPERTS, do_expand=True)),

@@ -74,14 +74,14 @@ def no_op(group: dist.ProcessGroup) -> int:
     return dist.get_rank(group)
 
 
-def law_of(comm: fusco.Communicator, case: Case, alignment: int = 1) -> Law:
+def law_of(comm: fusco.Communicator, case: Case, alignment: int = 1, rows_per_expert: int | None = None) -> Law:
     """Return the specification applied to a case on this communicator; with places, to physical experts."""
     ids, placement = case.world_topk_idx, comm.placement
     if placement.lost_experts:
         ids = [_without_lost(of_rank, placement) for of_rank in ids]
     if placement.has_places:
         ids = choose_owners(ids, placement.physical_to_logical, placement.shares, comm.topology.rank_to_node)
-    return Law(ids, placement.physical.expert_to_rank, alignment)
+    return Law(ids, placement.physical.expert_to_rank, alignment, rows_per_expert)
 
 
 def _without_lost(ids: torch.Tensor, placement: fusco.ExpertPlacement) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,9 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
     done = CliRunner().invoke(app, ["bench", "shuffle", *options])
     assert done.exit_code == 0, done.output
     assert all(f"shuffle, {traffic} traffic" in done.output for traffic in ("trace", "imbalanced"))
+    flat = " ".join(done.output.split())
+    findings = re.findall(r"(\w+) traffic: fusco [\d.]+ ms, baseline [\d.,]+ ms: [^:]+, verified", flat)
+    assert findings == ["trace", "imbalanced"]
     lines = list(map(json.loads, out.read_text().splitlines()))
     assert [line["traffic"] for line in lines] == ["trace"] * len(VARIANTS) + ["imbalanced"] * len(VARIANTS)
     for records in ({line["variant"]: line for line in part} for part in (lines[:6], lines[6:])):
@@ -66,6 +70,19 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
         assert records["no-balancer"]["balancer"] == "static"
     text = page.read_text()
     assert all(f'"kind":"{kind}"' in text for kind in ("runs", "copies", "links", "matrix", "experts", "replay"))
+
+
+@pytest.mark.multirank
+def test_a_scheme_of_the_caller_is_verified_and_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'examples'}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    out = tmp_path / "own.jsonl"
+    options = ["--traffic", "zipf", "--variants", "fusco,own_scheme:Ring", *SHAPE, "--json", str(out)]
+    done = CliRunner().invoke(app, ["bench", "shuffle", *options])
+    assert done.exit_code == 0, done.output
+    ours, own = map(json.loads, out.read_text().splitlines())
+    assert (own["variant"], own["verified"], own["balancer"]) == ("own_scheme:Ring", True, "none")
+    assert min(ours["total_ms"], own["total_ms"]) > 0
 
 
 @pytest.mark.multirank

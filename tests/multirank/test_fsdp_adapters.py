@@ -84,6 +84,21 @@ def test_weights_below_adapters_are_read(two, tmp_path, changes, is_on_meta):
                 assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.parametrize("start", [True, "gaussian"])
+def test_adapters_made_on_meta_start_as_those_of_peft(two, tmp_path, start):
+    make_model("qwen3").save_pretrained(tmp_path)
+    options = {"target_modules": "all-linear", "init_lora_weights": start, "r": 4}
+    adapters, again = two.run(jobs.adapters_on_meta, tmp_path, **options)
+    torch.testing.assert_close(adapters.pop("logits"), logits_of(make_model("qwen3")), rtol=0, atol=1e-5)
+    expected = jobs.make_adapted(**options).state_dict()
+    assert len(adapters) == 28
+    for name, values in adapters.items():
+        assert torch.equal(values, again[name])
+        assert values.any() == (".lora_A." in name)
+        if values.numel() >= 256:
+            assert float(values.std()) == pytest.approx(float(expected[name].std()), rel=0.2)
+
+
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
 def test_adapters_that_depend_on_the_weights_are_not_put_above_others(two, tmp_path, changes):
     make_model("qwen3").save_pretrained(tmp_path)

@@ -13,18 +13,9 @@ import torch
 import transformers
 from fsdp_architectures import REJECTED, UNMADE, find_kinds
 from fsdp_models import make_model
-from limited_world import limited_world
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
-
-
-@pytest.fixture(scope="module")
-def one(world_of):
-    """Names do not depend on how many ranks there are."""
-    world = limited_world(world_of, 1)
-    yield world
-    world.close()
 
 
 def test_architectures_are_found():

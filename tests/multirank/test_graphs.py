@@ -28,6 +28,12 @@ def test_replays_have_the_bits_of_exact_calls(world, num_ranks, ranks_per_node, 
     world.run(jobs.check_replays, num_ranks, setup, KINDS)
 
 
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2)])
+def test_replays_of_masked_rows_have_the_bits_of_exact_calls(world, num_ranks, ranks_per_node):
+    setup = Setup(ranks_per_node=ranks_per_node, num_topk=4, balancer="static", settings=Settings(timeout_s=30.0))
+    world.run(jobs.check_replays, num_ranks, setup, KINDS, is_masked=True)
+
+
 def test_a_replay_tells_of_messages_that_were_too_small(world, world_of):
     if world_of == "cuda":
         pytest.skip("within a node there are no messages")

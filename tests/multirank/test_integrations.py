@@ -113,11 +113,14 @@ def test_the_second_versions_rows_are_by_expert(world, num_ranks):
     world.run(deep_ep_jobs.check_elastic, num_ranks)
 
 
-def test_the_second_version_refuses_other_layouts_in_a_sentence(world):
+def test_the_second_version_refuses_other_parts_in_a_sentence(world):
     texts, _ = world.run(deep_ep_jobs.elastic_refusals, 2)
-    assert len(texts) == 8
-    assert texts[1].startswith("NotImplementedError: fusco's ElasticBuffer has DeepEP's expanded dispatch")
-    assert texts[4] == "ValueError: dispatch with do_cpu_sync=False needs num_max_tokens_per_rank"
+    assert len(texts) == 7
+    only = "NotImplementedError: fusco's {} has dispatch and combine only, not {}"
+    assert texts[0] == only.format("ElasticBuffer", "buffers on the CPU (num_cpu_bytes=1)")
+    assert texts[1].startswith(only.format("EPBuffer", "memory of experts' copies"))
+    assert texts[3] == "ValueError: dispatch with do_cpu_sync=False needs num_max_tokens_per_rank"
+    assert texts[5:] == [only.format("ElasticBuffer", name) for name in ("pp_send", "lb_prefetch_weights")]
 
 
 def test_models_may_be_built_under_another_default_device_and_dtype(world):
@@ -133,7 +136,7 @@ def test_bad_calls_are_refused_in_a_sentence(world):
     del first[3], second[3]
     assert first == second
     assert first[0] == "ValueError: dispatch_with_permute needs one of routing_map, topk_idx and handle"
-    assert first[-1].startswith("NotImplementedError: fusco's deep_ep has DeepEP's normal mode only")
+    assert first[-1].startswith("NotImplementedError: fusco's Buffer has DeepEP's normal mode only")
 
 
 def test_handles_of_other_calls_are_named(world):
@@ -149,7 +152,7 @@ def test_handles_of_other_calls_are_named(world):
             "made with is_token_in_rank only",
             needs("dispatch_with_permute of a HybridEPBuffer", "(RankRouting)"),
             needs("dispatch_with_permute of a HybridEPBuffer", "()"),
-            needs("dispatch of a Buffer", "(_Sent)"),
+            needs("dispatch of a Buffer", "(SentRows)"),
         ]
 
 

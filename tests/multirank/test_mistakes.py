@@ -175,6 +175,14 @@ DIFFERENCES = [
     ({"expert_placement": [0, 1, 2, 3, 0, 1, 2, 4]}, "ValueError", "expert 7 is placed on rank 4"),
     ({"expert_placement": 3}, "TypeError", ""),
     ({"max_tokens_per_rank": 20.5}, "TypeError", "max_tokens_per_rank"),
+    (
+        {"hidden": 16},
+        "ValueError",
+        "give hidden (with dtype, if rows are not bfloat16) or max_bytes_per_token: got both",
+    ),
+    ({"max_bytes_per_token": None}, "ValueError", "got neither (hidden=None, max_bytes_per_token=None)"),
+    ({"max_bytes_per_token": None, "hidden": 0}, "ValueError", "hidden must be positive, got 0"),
+    ({"max_bytes_per_token": None, "hidden": 2, "dtype": 3}, "TypeError", "dtype must be a torch.dtype, got 3"),
     ({"num_experts": "8"}, "TypeError", ""),
     ({"expert_placement": "01230123"}, "TypeError", "expert_placement must be a sequence of integers, got '01230123'"),
     ({"expert_placement": [0, 0, 1, 1, 2, 2, 3, 3.5]}, "TypeError", "3.5"),
@@ -182,8 +190,8 @@ DIFFERENCES = [
     ({"device": "mps"}, "ValueError", "device must be 'cpu' or 'cuda', got 'mps'"),
     ({"device": "foo"}, "ValueError", "device must be 'cpu' or 'cuda', got 'foo'"),
     ({"device": None}, "ValueError", "device must be 'cpu' or 'cuda', got None"),
-    ({"balancer": "static"}, "TypeError", "such as fusco.BALANCERS['lanes'], got 'static'"),
-    ({"balancer": 3}, "TypeError", "balancer must be a function of the traffic"),
+    ({"balancer": "statics"}, "ValueError", "balancer 'statics' is not one of lanes, static"),
+    ({"balancer": 3}, "TypeError", "balancer must be a name (lanes, static"),
     ({"settings": {"timeout_s": 1}}, "TypeError", "settings must be Settings, got {'timeout_s': 1}"),
 ]
 

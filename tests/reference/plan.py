@@ -18,9 +18,12 @@ class PlannedSlots:
 
     row_to_slots: torch.Tensor  # int32 (num_rows, num_topk): the slot of each pair, ``NOT_HERE`` or ``DROPPED``
     num_rows_per_expert: torch.Tensor  # int64 (num_local_experts,), without padding and dropped pairs
-    # int32 (num_local_experts + 1,): the first slot of each block, and the end of the last
-    block_to_first_slot: torch.Tensor
-    num_slots_needed: int  # slots that all rows would fill, including padding, independent of ``max_slots``
+    num_dropped_per_expert: torch.Tensor  # int32 (num_local_experts,)
+    block_to_first_slot: torch.Tensor  # int32 (num_local_experts,)
+    block_to_end_slot: torch.Tensor  # int32 (num_local_experts,): the end of each block and its padding of zeros
+    # slots that all rows would fill, including padding, independent of ``max_slots``; with ``rows_per_expert``, rows of
+    # the expert with the most
+    num_slots_needed: int
 
 
 def plan_slots(
@@ -29,6 +32,7 @@ def plan_slots(
     num_local_experts: int,
     expert_alignment: int = 1,
     max_slots: int | None = None,
+    rows_per_expert: int | None = None,
 ) -> PlannedSlots:
     """Assign a slot to each pair (row, k) with a local expert: blocks by local expert, in order of pairs inside.
 
@@ -41,6 +45,7 @@ def plan_slots(
         num_local_experts: experts of this rank.
         expert_alignment: each block is rounded up to a multiple of this.
         max_slots: slots of the output; ``None`` means as many as needed.
+        rows_per_expert: slots of each expert, instead: block ``e`` begins at slot ``e * rows_per_expert``.
 
     Two ranks with two experts each: this one owns experts 0 and 1, rows 0 and 1 are rank 0's tokens, row 2 rank 1's.
 
@@ -49,7 +54,7 @@ def plan_slots(
     >>> plan.row_to_slots.tolist()
     [[2, 0], [3, -1], [1, -1]]
     >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot.tolist(), plan.num_slots_needed
-    ([2, 2], [0, 2, 4], 4)
+    ([2, 2], [0, 2], 4)
 
     Blocks of a multiple of 4 in 5 slots: expert 1 begins at slot 4, and has no room for its second row.
 
@@ -58,19 +63,29 @@ def plan_slots(
     >>> plan.row_to_slots.tolist()
     [[4, 0], [-2, -1], [1, -1]]
     >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot.tolist(), plan.num_slots_needed
-    ([2, 1], [0, 4, 5], 8)
+    ([2, 1], [0, 4], 8)
+
+    With one slot for each expert, the last row of either is dropped; the expert with the most rows has two.
+
+    >>> plan = plan_slots(ids, table, num_local_experts=2, rows_per_expert=1)
+    >>> plan.row_to_slots.tolist()
+    [[1, 0], [-2, -1], [-2, -1]]
+    >>> plan.num_rows_per_expert.tolist(), plan.num_dropped_per_expert.tolist(), plan.num_slots_needed
+    ([1, 1], [1, 1], 2)
     """
     num_experts = len(expert_to_local)
     is_expert = (topk_idx >= 0) & (topk_idx < num_experts)
     local_expert = torch.where(is_expert, expert_to_local[topk_idx.long().clamp(0, num_experts - 1)], NOT_HERE)
 
-    pairs = assign_slots(local_expert, num_local_experts, expert_alignment, max_slots)
+    pairs = assign_slots(local_expert, num_local_experts, expert_alignment, max_slots, rows_per_expert)
     row_to_slots = torch.where(local_expert >= 0, DROPPED, NOT_HERE)
     row_to_slots[pairs.pair_to_row, pairs.pair_to_k] = pairs.pair_to_slot.to(row_to_slots.dtype)
     return PlannedSlots(
         row_to_slots=row_to_slots.int(),
         num_rows_per_expert=pairs.num_rows_per_expert,
+        num_dropped_per_expert=pairs.num_dropped_per_expert,
         block_to_first_slot=torch.tensor(pairs.block_to_first_slot, dtype=torch.int32, device=topk_idx.device),
+        block_to_end_slot=torch.tensor(pairs.block_to_end_slot, dtype=torch.int32, device=topk_idx.device),
         num_slots_needed=pairs.num_slots_needed,
     )
 
@@ -97,41 +112,63 @@ def mark_ranks(topk_idx: torch.Tensor, expert_to_rank: torch.Tensor) -> torch.Te
 
 
 def assign_slots(
-    local_expert: torch.Tensor, num_local_experts: int, expert_alignment: int = 1, static_rows: int | None = None
+    local_expert: torch.Tensor,
+    num_local_experts: int,
+    expert_alignment: int = 1,
+    static_rows: int | None = None,
+    rows_per_expert: int | None = None,
 ) -> ExpertDistribution:
     """Assign slots by a stable counting sort by expert, as the kernels ``plan`` and ``plan_pairs`` do.
 
     Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
     of (source rank, token, k). With ``static_rows`` the output has that many rows, and pairs beyond them are dropped.
+    With ``rows_per_expert`` each block has that many, and pairs beyond those of their block are dropped.
     ``local_expert``, int (M, K), is the index among this rank's experts; -1 for none or a remote one.
 
     >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2).pair_to_slot.tolist()
     [1, 0, 2]
+    >>> assign_slots(torch.tensor([[1, 0], [1, -1]]), num_local_experts=2, rows_per_expert=3).pair_to_slot.tolist()
+    [3, 0, 4]
     """
     device = local_expert.device
     pair_to_row, pair_to_k = (local_expert >= 0).nonzero(as_tuple=True)
     pair_to_expert = local_expert[pair_to_row, pair_to_k]
 
-    # Step 1: number of rows of each expert, and the first slot of its block.
-    num_rows = torch.bincount(pair_to_expert, minlength=num_local_experts)
-    block_rows = (num_rows + expert_alignment - 1) // expert_alignment * expert_alignment
-    block_to_first_slot = (0, *block_rows.cumsum(0).tolist())
+    # Step 1: number of rows of each expert, and the first slot of its block and of the next.
+    wanted = torch.bincount(pair_to_expert, minlength=num_local_experts)
+    padded = (wanted + expert_alignment - 1) // expert_alignment * expert_alignment
+    block_rows = padded if rows_per_expert is None else torch.full_like(padded, rows_per_expert)
+    ends = block_rows.cumsum(0)
+    firsts = ends - block_rows
 
     # Step 2: a stable sort by expert keeps (source rank, token, k) order inside a block.
     by_expert = torch.argsort(pair_to_expert, stable=True)
-    first_pair = num_rows.cumsum(0) - num_rows
-    first_slot = torch.tensor(block_to_first_slot[:-1], dtype=torch.int64, device=device)
-    position = torch.arange(len(by_expert), device=device)
+    first_pair = wanted.cumsum(0) - wanted
     sorted_expert = pair_to_expert[by_expert]
-    pair_to_slot = torch.empty_like(pair_to_row)
-    pair_to_slot[by_expert] = position - first_pair[sorted_expert] + first_slot[sorted_expert]
+    position = torch.empty_like(pair_to_row)  # in the block
+    position[by_expert] = torch.arange(len(by_expert), device=device) - first_pair[sorted_expert]
+    pair_to_slot = firsts[pair_to_expert] + position
 
     # Step 3: drop what does not fit.
-    needed = block_to_first_slot[-1]
-    num_slots = needed if static_rows is None else static_rows
-    if needed > num_slots:
+    if rows_per_expert is None:
+        needed = int(padded.sum())
+        num_slots = needed if static_rows is None else static_rows
+        firsts, ends = firsts.clamp(max=num_slots), ends.clamp(max=num_slots)
         is_kept = pair_to_slot < num_slots
-        pair_to_row, pair_to_k, pair_to_slot = pair_to_row[is_kept], pair_to_k[is_kept], pair_to_slot[is_kept]
-        firsts = torch.tensor(block_to_first_slot, device=device).clamp(max=num_slots)
-        num_rows, block_to_first_slot = torch.minimum(num_rows, num_slots - firsts[:-1]), tuple(firsts.tolist())
-    return ExpertDistribution(pair_to_row, pair_to_k, pair_to_slot, num_rows, block_to_first_slot, needed, num_slots)
+    else:
+        needed = max(wanted.tolist(), default=0)
+        num_slots = num_local_experts * rows_per_expert
+        is_kept = position < rows_per_expert
+    num_rows = torch.minimum(wanted, ends - firsts)
+    return ExpertDistribution(
+        pair_to_row[is_kept],
+        pair_to_k[is_kept],
+        pair_to_slot[is_kept],
+        num_rows,
+        (wanted - num_rows).int(),
+        tuple(firsts.tolist()),
+        tuple(torch.minimum(ends, firsts + padded).tolist()),
+        needed,
+        num_slots,
+        rows_per_expert,
+    )

@@ -15,7 +15,10 @@ from fusco.cuda.kernels.weight_gradients import weight_gradients_on_cuda
 
 @dataclass(frozen=True)
 class Verbs:
-    """Dispatch and combine without gradients, for an existing handle."""
+    """Dispatch and combine without gradients, for an existing handle.
+
+    Rows are (num_rows, width) here, even those of a masked output, but for the result of ``dispatch``.
+    """
 
     dispatch: Callable[[torch.Tensor, Handle], torch.Tensor]
     combine: Callable[[torch.Tensor, Handle], torch.Tensor]
@@ -27,7 +30,7 @@ class Precomputed:
     """Results of a verb that has run already. Wrapped, so that autograd sees new tensors and not views of an input."""
 
     rows: torch.Tensor  # what the verb returns
-    weights: torch.Tensor | None = None  # of a dispatch, the weight of each row (num_rows,), if requested
+    weights: torch.Tensor | None = None  # of a dispatch, the weight of each row, if requested
 
 
 class DispatchRows(torch.autograd.Function):
@@ -64,10 +67,10 @@ class DispatchRows(torch.autograd.Function):
         parts = []
         if grad_rows is not None and ctx.needs_input_grad[0]:
             # Not with -1 for the width, which is ambiguous for a rank without rows.
-            rows = grad_rows.reshape(len(grad_rows), ctx.shape[1:].numel())
+            rows = grad_rows.reshape(ctx.handle.num_rows, ctx.shape[1:].numel())
             parts.append(torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows)
         if grad_row_weights is not None and ctx.needs_input_grad[1]:
-            parts.append(rows_of_weights(grad_row_weights, ctx.handle))
+            parts.append(rows_of_weights(grad_row_weights.reshape(-1), ctx.handle))
         if len(parts) == 1:
             sums = [ctx.verbs.combine(parts[0], ctx.handle)]
         else:
@@ -88,17 +91,20 @@ class CombineRows(torch.autograd.Function):
         ctx: Any, y: torch.Tensor, topk_weights: torch.Tensor | None, made: Precomputed, handle: Handle, verbs: Verbs
     ) -> torch.Tensor:
         """Record the rows of a combine."""
-        ctx.handle, ctx.verbs = handle, verbs
+        ctx.handle, ctx.verbs, ctx.shape = handle, verbs, y.shape
         ctx.save_for_backward(y if topk_weights is not None and topk_weights.requires_grad else None)
         return made.rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``."""
+        """``grad_y[slot] = weight * grad_out[t]`` and ``grad_weight[t, k] = grad_out[t] . y[slot]``.
+
+        ``grad_y`` has the shape of ``y``.
+        """
         (y,) = ctx.saved_tensors
         grad_y, grad_weights = gradients_of_combine(grad_out, y, ctx.handle, ctx.verbs)
-        return grad_y, grad_weights, None, None, None
+        return grad_y.view(ctx.shape), grad_weights, None, None, None
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -126,11 +132,17 @@ def gradients_of_combine(
     if handle.topk_weights is None:
         assert y is None
         return grad_y, None
-    dots = weight_gradients(grad_y, None if y is None else y.detach(), handle.plan.slot_weights)
+    y = None if y is None else _flat(y.detach())
+    dots = weight_gradients(_flat(grad_y), y, handle.plan.slot_weights)
     if dots is None:
         return grad_y, None
     grad_weights = verbs.combine(rows_of_weights(dots, handle), without_weights(handle))
     return grad_y, grad_weights.to(handle.topk_weights.dtype)
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows (num_rows, hidden) of those, or of masked ones; a view of contiguous ones."""
+    return rows if rows.ndim == 2 else rows.flatten(0, 1)
 
 
 def rows_of_weights(slot_values: torch.Tensor, handle: Handle) -> torch.Tensor:
@@ -144,8 +156,8 @@ def rows_of_weights(slot_values: torch.Tensor, handle: Handle) -> torch.Tensor:
 
 
 def weights_of_slots(of_rows: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """Return the weight of each slot (num_rows,) of all weights of its token (num_rows, num_topk)."""
-    return of_rows.gather(1, handle.plan.slot_to_k[:, None])[:, 0]
+    """Return the weight of each row, in their shape, of all weights of its token (..., num_topk)."""
+    return of_rows.gather(-1, handle.plan.slot_to_k.view(*handle.rows_shape, 1)).squeeze(-1)
 
 
 _ROWS_AT_ONCE = 512  # on the CPU: few enough for a cache, many enough for a PyTorch call

@@ -114,14 +114,28 @@ class Checks:
                 f"expert_alignment={alignment} may pad this rank's rows to {num_rows}, more than {MAX_INT32}"
             )
 
-    def require_static(self, static: StaticRows | None) -> None:
-        """Raise unless ``static`` is valid and, during a graph capture, given."""
+    def require_static(self, static: StaticRows | None, alignment: int) -> None:
+        """Raise unless ``static`` is valid for blocks of an alignment and, during a graph capture, given."""
         if static is not None and not isinstance(static, StaticRows):
             raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
         if static is None and self._is_capturing:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
-                "pass static=StaticRows(num_rows)"
+                "pass static=StaticRows(num_rows), or StaticRows(rows_per_expert=c)"
+            )
+        if static is None or static.rows_per_expert is None:
+            return
+        num_local, rows_per_expert = len(self.placement.rank_to_experts[self.rank]), static.rows_per_expert
+        if static.num_slots(num_local) > MAX_INT32:
+            raise ValueError(
+                f"rows_per_expert={rows_per_expert} for {num_local} experts of this rank are "
+                f"{static.num_slots(num_local)} rows, more than {MAX_INT32}"
+            )
+        self.require_alignment(alignment)
+        if rows_per_expert % alignment:
+            raise ValueError(
+                f"rows_per_expert={rows_per_expert} is not a multiple of expert_alignment={alignment}: blocks of "
+                f"experts would not be aligned"
             )
 
     def require_not_capturing(self, verb: str) -> None:
@@ -148,7 +162,7 @@ class Checks:
                 f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
                 f"{self.capacity.max_tokens_per_rank}"
             )
-        self._row_bytes(sum(map(row_bytes, payloads)))
+        self._row_bytes(payloads, sum(map(row_bytes, payloads)))
 
     def require_expert_rows(self, y: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``y`` are valid expert-major rows for a combine."""
@@ -156,8 +170,9 @@ class Checks:
         if y.dtype not in ROW_DTYPES:
             raise TypeError(f"combine sums {', '.join(map(str, ROW_DTYPES))}, got {y.dtype}")
         if y.ndim != 2 or len(y) != handle.num_rows:
-            raise ValueError(f"y must be ({handle.num_rows}, hidden), as dispatch returned, got {tuple(y.shape)}")
-        self._row_bytes(y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
+            shape = ", ".join(map(str, handle.rows_shape))
+            raise ValueError(f"y must be ({shape}, hidden), as dispatch returned, got {tuple(y.shape)}")
+        self._row_bytes([y], y.shape[1] * torch.promote_types(y.dtype, self.wire_dtype or y.dtype).itemsize)
 
     def require_weights(self, topk_weights: torch.Tensor, handle: Handle) -> None:
         """Raise unless ``topk_weights`` has a weight for each token and k of a dispatch of this communicator."""
@@ -177,8 +192,8 @@ class Checks:
         self._tensor("values", values)
         if not values.is_floating_point():
             raise TypeError(f"values must be of a floating-point dtype, got {values.dtype}")
-        if values.shape != (handle.num_rows,):
-            raise ValueError(f"values must have shape ({handle.num_rows},), a value of each row, got {[*values.shape]}")
+        if values.shape != handle.rows_shape:
+            raise ValueError(f"values must have shape {handle.rows_shape}, a value of each row, got {[*values.shape]}")
 
     def require_experts(self, name: str, tensors: Sequence[torch.Tensor], num_places: int) -> None:
         """Raise unless ``tensors`` are weights of as many experts: tensors (P, ...) with contiguous rows."""
@@ -263,11 +278,16 @@ class Checks:
         if tensor.device != self.device:
             raise ValueError(f"{name} is on {tensor.device}, the communicator on {self.device}")
 
-    def _row_bytes(self, num_bytes: int) -> None:
+    def _row_bytes(self, payloads: Sequence[torch.Tensor], num_bytes: int) -> None:
         if num_bytes < 1:
             raise ValueError("rows without elements cannot be moved")
         if num_bytes > self.capacity.max_row_bytes:
             raise ValueError(
-                f"a token has {num_bytes} bytes, but the communicator was made for max_bytes_per_token="
-                f"{self.capacity.max_bytes_per_token}"
+                f"a token is {' and '.join(map(_values, payloads))}, {num_bytes} bytes as it travels, but the "
+                f"communicator was made for max_bytes_per_token={self.capacity.max_bytes_per_token}: make it with the "
+                f"hidden and dtype of these rows"
             )
+
+
+def _values(rows: torch.Tensor) -> str:
+    return f"{rows.shape[1:].numel()} values of {str(rows.dtype).removeprefix('torch.')}"

@@ -21,6 +21,7 @@ from fusco.api.autograd import (
 )
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
+from fusco.api.given_rows import as_list, as_matrix, as_slots
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.moves import ExpertMoves
 from fusco.api.repeats import Repeats
@@ -63,10 +64,12 @@ class Communicator(ExpertMoves):
         num_experts: int,
         num_topk: int,
         max_tokens_per_rank: int,
-        max_bytes_per_token: int,
+        hidden: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        max_bytes_per_token: int | None = None,
         expert_placement: ExpertPlacement | PlannedPlacement | Sequence[Any] | None = None,
         ranks_per_node: int | None = None,
-        balancer: Balancer | None = None,
+        balancer: Balancer | str | None = None,
         settings: Settings | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
@@ -77,16 +80,18 @@ class Communicator(ExpertMoves):
             num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
             max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
-            max_bytes_per_token: maximum bytes of a token's row, in ``dispatch`` (all payloads together) and in
-                ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows' dtype).
+            hidden: values of a token's row, of ``dtype`` in ``dispatch`` and ``combine``.
+            dtype: of rows of ``hidden`` values; for FP8 rows that are combined as bfloat16, bfloat16.
+            max_bytes_per_token: instead of ``hidden``, the maximum bytes of a token's row, in ``dispatch`` (all
+                payloads together) and in ``combine`` (in ``settings.wire_dtype``, if that is wider than the rows').
             expert_placement: the rank of each expert; ``None`` gives every rank an equal run of consecutive experts.
                 Or the expert in each place of each rank, (R, P) with -1 for an empty place; an ``ExpertPlacement``, or
                 what ``fusco.placement.plan_placement`` returns. Then an expert may be on several ranks, ``place``
                 replaces the placement, and ``Dispatched`` has a block of rows for each place.
             ranks_per_node: number of consecutive ranks in a node; ``None`` derives nodes from the ranks' hosts.
-            balancer: a pure function of the traffic that chooses who sends and who forwards, the same one on all ranks;
-                ``None`` means ``BALANCERS["lanes"]`` on the CPU and ``BALANCERS["send-and-receive"]`` on CUDA. With one
-                that is not of ``fusco.BALANCERS``, every dispatch between nodes compares its results on all ranks in a
+            balancer: a name of ``fusco.BALANCERS``, or a pure function of the traffic that chooses who sends and who
+                forwards, the same on all ranks; ``None`` means ``"lanes"`` on the CPU, ``"send-and-receive"`` on CUDA.
+                With a function of your own, every dispatch between nodes compares its results on all ranks in a
                 second exchange of records, and raises ``MismatchError`` if they differ. With ``"lanes"``, ranks of a
                 node also send segments of ``shuffle`` for each other.
             settings: slices, rings, limits; ``None`` means the defaults.
@@ -103,6 +108,8 @@ class Communicator(ExpertMoves):
             num_experts=num_experts,
             num_topk=num_topk,
             max_tokens_per_rank=max_tokens_per_rank,
+            hidden=hidden,
+            dtype=dtype,
             max_bytes_per_token=max_bytes_per_token,
             expert_placement=expert_placement,
             ranks_per_node=ranks_per_node,
@@ -144,7 +151,8 @@ class Communicator(ExpertMoves):
                 ``place`` says which of them gets a row.
             topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk), the weights that ``combine``
                 applies. They travel as float32, float64 as float64.
-            expert_alignment: every expert's block is padded with zero rows to a multiple of this. Ranks may differ.
+            expert_alignment: every expert's block is padded with zero rows to a multiple of this, which must divide
+                ``StaticRows.rows_per_expert``. Ranks may differ.
             with_weights: return the weight of every row, too.
             static: a fixed size for the output. ``None`` means exactly as large as needed; on CUDA the host then waits
                 until the plan is made. With a fixed size the host does not wait for the device, and the call can be
@@ -152,7 +160,8 @@ class Communicator(ExpertMoves):
                 then have a fixed size, too, and all ranks pass it or none; call once before the capture, and delete
                 graphs before ``close``. All calls run in the order in which they are launched, on all streams. Replays
                 of graphs are outside this order: the caller must order them, and calls on other streams at the same
-                time.
+                time. With ``StaticRows(rows_per_expert=c)`` rows have the shape (num_local_experts, c, ...), which
+                masked grouped matrix products read.
             launch: device settings. Gradients use the same number of multiprocessors, on the caller's stream.
 
         Returns:
@@ -166,7 +175,7 @@ class Communicator(ExpertMoves):
                 that dispatch waits for it and raises the error, on this rank alone: on others it is complete.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
-        payloads = _as_list(x)
+        payloads = as_list(x)
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
         arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch)
@@ -192,7 +201,7 @@ class Communicator(ExpertMoves):
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
         """
-        payloads = _as_list(x)
+        payloads = as_list(x)
         rows = self._move_again(payloads, handle, launch)
         if wants_grad(payloads[0]):
             made = Precomputed(rows[0])
@@ -211,7 +220,7 @@ class Communicator(ExpertMoves):
 
         Args:
             y: float16, bfloat16, float32 or float64 (num_rows, hidden), in the layout of the rows of ``dispatch``;
-                padding rows are ignored.
+                with ``rows_per_expert`` also (num_local_experts, rows_per_expert, hidden). Padding rows are ignored.
             handle: from the ``dispatch``.
             weights: ``"topk"`` applies the ``topk_weights`` of the dispatch, if it had any. ``None`` adds rows up as
                 they are, for experts that have applied the weights. The same on all ranks.
@@ -219,9 +228,10 @@ class Communicator(ExpertMoves):
                 same number of multiprocessors, on the caller's stream.
 
         Returns:
-            Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts.
+            Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts. Rows that were dropped add
+            nothing.
         """
-        (out,) = self._sum("combine", [y], handle, weights, launch)
+        (out,) = self._sum("combine", [as_slots(y, handle, 3)], handle, weights, launch)
         if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
@@ -236,7 +246,8 @@ class Communicator(ExpertMoves):
         On CUDA all of them are one collective: ranks agree once.
 
         Args:
-            ys: 1 to 8 tensors (num_rows, ...) of the dtypes of ``combine``; dtypes and shapes of rows may differ.
+            ys: 1 to 8 tensors (num_rows, ...) of the dtypes of ``combine``, or (num_local_experts, rows_per_expert,
+                ...); dtypes and shapes of rows may differ.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
 
@@ -246,23 +257,29 @@ class Communicator(ExpertMoves):
         with self.rejecting():
             given = self._validator.several(ys)
             self._validator.require_handle(handle)
-            rows = [_as_matrix(y, handle.num_rows) for y in given]
-        if self._engine.is_asynchronous:
-            sums = self._sum("combine_all", rows, handle, None, launch)
-        else:  # messages are numbered by the collective, so each tensor is one
-            verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
-            sums = [self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True)]
+            slots = [as_slots(y, handle) for y in given]
+            rows = [as_matrix(y, handle.num_rows) for y in slots]
+        sums = self._sum_all(rows, handle, launch)
         return tuple(
-            each if y.ndim == 2 else each.view(len(each), *y.shape[1:]) for y, each in zip(given, sums, strict=True)
+            each if y.ndim == 2 else each.view(len(each), *y.shape[1:]) for y, each in zip(slots, sums, strict=True)
         )
+
+    def _sum_all(self, rows: Sequence[torch.Tensor], handle: Handle, launch: Launch | None) -> list[torch.Tensor]:
+        """``combine_all`` of tensors (num_rows, width)."""
+        if self._engine.is_asynchronous:
+            return self._sum("combine_all", rows, handle, None, launch)
+        # messages are numbered by the collective, so each tensor is one
+        verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
+        return [self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True)]
 
     @uncompiled
     def dispatch_weights(
         self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
     ) -> torch.Tensor:
-        """Return the weight of each row (num_rows,), for other weights along the routing of a handle; no gradients.
+        """Return the weight of each row, for other weights along the routing of a handle; no gradients.
 
-        Padding rows have weight zero.
+        Their shape is that of the rows: (num_rows,), or (num_local_experts, rows_per_expert). Padding rows have weight
+        zero; those that are uninitialised have an undefined one.
 
         Args:
             topk_weights: float16, bfloat16, float32 or float64 (num_tokens, num_topk); the result has this dtype.
@@ -279,7 +296,8 @@ class Communicator(ExpertMoves):
         """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
 
         Args:
-            values: (num_rows,) of any floating-point dtype; those of padding rows are ignored.
+            values: (num_rows,), or (num_local_experts, rows_per_expert), of any floating-point dtype; those of padding
+                rows are ignored.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings, without ``own_stream``.
 
@@ -288,8 +306,8 @@ class Communicator(ExpertMoves):
         """
         with self.rejecting():
             self._validator.require_values(values, handle)
-            rows = rows_of_weights(values.detach(), handle)
-        (sums,) = self.combine_all([rows], handle, launch=launch)
+            rows = rows_of_weights(values.detach().reshape(-1), handle)
+        (sums,) = self._sum_all([rows], handle, launch)
         return sums
 
     @uncompiled
@@ -435,19 +453,5 @@ class Communicator(ExpertMoves):
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],
             lambda y, handle: self._sum("combine", [y], handle, "topk", mirrored)[0],
-            lambda ys, handle: self.combine_all(ys, handle, launch=mirrored),
+            lambda ys, handle: self._sum_all(ys, handle, mirrored),
         )
-
-
-def _as_matrix(rows: Any, num_rows: int) -> Any:
-    """Return rows of any shape as (num_rows, width), without their graph; anything else as it is, to be rejected."""
-    if not isinstance(rows, torch.Tensor):
-        return rows
-    rows = rows.detach() if rows.requires_grad else rows
-    if rows.ndim == 2 or not rows.ndim or len(rows) != num_rows:
-        return rows
-    return rows.flatten(1) if rows.ndim > 2 else rows.unsqueeze(1)
-
-
-def _as_list(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(x) if isinstance(x, (list, tuple)) else [x]  # type: ignore[list-item]  # checked with the payloads

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from fusco.api.memory_size import memory_size_hint
 from fusco.api.validation import Validator
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exchange_peer_info
 from fusco.control.connect import connect
@@ -24,6 +25,7 @@ from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after, first_line
 from fusco.core.integers import check_integer
+from fusco.core.log import LOGGER, configure_logging
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
@@ -32,11 +34,10 @@ from fusco.core.version import __version__
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
-from fusco.planner.balancer import BALANCERS, DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer
+from fusco.planner.balancer import DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer, find_balancer
 from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
 
-_LOG = logging.getLogger("fusco")
 _LONGEST_TEXT = 1000
 
 
@@ -47,10 +48,12 @@ class CommunicatorConfig:
     num_experts: int
     num_topk: int
     max_tokens_per_rank: int
-    max_bytes_per_token: int
+    hidden: int | None
+    dtype: torch.dtype
+    max_bytes_per_token: int | None
     expert_placement: Any  # as in ``ExpertPlacement.of``
     ranks_per_node: int | None
-    balancer: Balancer | None
+    balancer: Balancer | str | None
     device: str | torch.device
     settings: Settings = field(default_factory=Settings)
 
@@ -58,15 +61,11 @@ class CommunicatorConfig:
         """Validate the arguments, and return what validates those of verbs; raises as ``Communicator`` does."""
         if why_not := why_nothing_moves_here():
             raise TypeError(f"Communicator {why_not}")
-        if not (self.balancer is None or callable(self.balancer)):
-            raise TypeError(
-                f"balancer must be a function of the traffic, such as fusco.BALANCERS['lanes'], got {self.balancer!r}"
-            )
         if not isinstance(self.settings, Settings):
             raise TypeError(f"settings must be Settings, got {self.settings!r}")
         capacity = Capacity(
             max_tokens_per_rank=self.max_tokens_per_rank,
-            max_bytes_per_token=self.max_bytes_per_token,
+            max_bytes_per_token=self.row_bytes(),
             num_topk=self.num_topk,
         )
         if self.ranks_per_node is not None:
@@ -74,9 +73,10 @@ class CommunicatorConfig:
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
         if self.num_topk > self.num_experts:
             raise ValueError(f"num_topk is {self.num_topk}, but there are {self.num_experts} experts")
+        configure_logging()
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
-        balancer = checked_balancer(self.balancer or BALANCERS[DEFAULT_BALANCERS[device.type]])
+        balancer = checked_balancer(find_balancer(self.balancer or DEFAULT_BALANCERS[device.type]))
         wire_dtype = self.settings.wire_dtype
         return Validator(
             rank=rank,
@@ -87,6 +87,22 @@ class CommunicatorConfig:
             wire_dtype=wire_dtype,
             device=device,
         )
+
+    def row_bytes(self) -> int:
+        """Return the bytes of a token that memory is needed for; ``ValueError`` unless one size is given."""
+        if (self.hidden is None) == (self.max_bytes_per_token is None):
+            given = "both" if self.hidden is not None else "neither"
+            raise ValueError(
+                f"give hidden (with dtype, if rows are not bfloat16) or max_bytes_per_token: got {given} "
+                f"(hidden={self.hidden}, max_bytes_per_token={self.max_bytes_per_token})"
+            )
+        if self.max_bytes_per_token is not None:
+            return self.max_bytes_per_token
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        wire_dtype = self.settings.wire_dtype or self.dtype
+        check_integer("hidden", self.hidden, least=1)
+        return int(self.hidden or 0) * max(self.dtype.itemsize, wire_dtype.itemsize)
 
     def fields(self, validator: Validator) -> Fields:
         """Return the values that must be equal on all ranks."""
@@ -99,9 +115,9 @@ class CommunicatorConfig:
             "num_experts": self.num_experts,
             "num_topk": self.num_topk,
             "max_tokens_per_rank": self.max_tokens_per_rank,
-            "max_bytes_per_token": self.max_bytes_per_token,
+            "max_bytes_per_token": validator.capacity.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else placement.digest,
-            "balancer": describe_balancer(self.balancer or validator.balancer),
+            "balancer": describe_balancer(find_balancer(self.balancer or validator.balancer)),
             "device": device.type,
             "num_rails": len(configured_rails()),
         }
@@ -230,6 +246,7 @@ def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None 
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
     parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
+    _log_start(validator, engine_config)
     store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
     return replace(parts, config=config, store=store)
 
@@ -248,13 +265,38 @@ def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -
     nodes = [(host, number // ranks_per_node if ranks_per_node else 0) for number, host in places]
     topology = Topology.of_members(gather.members, nodes)
     if topology.num_nodes > len(set(nodes)):
-        _LOG.warning(
+        LOGGER.warning(
             "nodes have different numbers of ranks now, so %d ranks go on as %d nodes of %d",
             topology.world_size,
             topology.num_nodes,
             topology.ranks_per_node,
         )
     return topology
+
+
+def describe(validator: Validator, topology: Topology) -> str:
+    """Return what a communicator is, in a line."""
+    capacity = validator.capacity
+    return (
+        f"rank {validator.number} of {topology.world_size}, {validator.device}, nodes {topology.num_nodes} x "
+        f"{topology.ranks_per_node}, experts {validator.num_experts}, top-{capacity.num_topk}, at most "
+        f"{capacity.max_tokens_per_rank} tokens of {capacity.max_bytes_per_token} bytes"
+    )
+
+
+def _log_start(validator: Validator, config: EngineConfig) -> None:
+    """Log what was made, once for all ranks; of other ranks at level DEBUG."""
+    level = logging.DEBUG if validator.rank else logging.INFO
+    if not LOGGER.isEnabledFor(level):
+        return
+    topology, device = config.topology, validator.device.type
+    rails = ", ".join(rail.interface for rail in configured_rails())
+    network = "NCCL" if device == "cuda" else f"TCP on {rails or 'the default interface'}"
+    links = "shared memory" if device == "cpu" else "NVLink"
+    where = links if topology.num_nodes == 1 else f"{links} and {network}"
+    size = memory_size_hint(topology, config.capacity, config.settings, device).total_bytes / 2**30
+    balancer = describe_balancer(validator.balancer)
+    LOGGER.log(level, "communicator (%s) over %s, %s, %.2f GiB", describe(validator, topology), where, balancer, size)
 
 
 def _failure(rank: int, error: BaseException) -> str:

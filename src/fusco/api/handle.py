@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fusco.core.rows import expert_rows_shape
 from fusco.engine.base import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Handle:
     """A planned routing. It belongs to the communicator that made it and serves any number of calls.
 
@@ -24,6 +25,10 @@ class Handle:
     topk_weights: torch.Tensor | None
     number: int
     weights_version: int = 0
+
+    def __repr__(self) -> str:
+        weights = ", weighted" if self.is_weighted else ""
+        return f"Handle(of dispatch #{self.number}, {self.num_tokens} tokens, {self.num_rows} rows{weights})"
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +46,11 @@ class Handle:
         return self.plan.num_slots
 
     @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Leading dimensions of rows: (num_rows,), or (num_local_experts, rows_per_expert) of a masked output."""
+        return expert_rows_shape(self.plan.num_slots, self.plan.rows_per_expert)
+
+    @property
     def is_weighted(self) -> bool:
         """True if the dispatch had weights, which ``combine`` applies unless its ``weights`` are ``None``."""
         return self.topk_weights is not None
@@ -56,17 +66,19 @@ def without_weights(handle: Handle) -> Handle:
     return replace(handle, topk_weights=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dispatched:
     """Result of ``dispatch``.
 
     Attributes:
         payloads: expert-major rows (num_rows, ...) of each payload, in its dtype. Blocks are in order of local expert,
             or of place if experts are in places; rows of a block in order of (source rank, token, k). Padding inside
-            the blocks is zero. With static rows, those behind the last block are uninitialised.
-        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding. The handle reads it,
-            too, so change a copy only.
-        weights: the weight of each row (num_rows,), if requested.
+            the blocks is zero. With static rows, those behind the last block are uninitialised. With
+            ``StaticRows(rows_per_expert=c)`` rows are (num_local_experts, c, ...), and those behind each block are
+            uninitialised.
+        num_rows_per_expert: int64 (num_local_experts,) on the device of the rows, without padding and dropped rows. The
+            handle reads it, too, so change a copy only.
+        weights: the weight of each row, (num_rows,) or (num_local_experts, c), if requested; zero where there is none.
         handle: for ``combine``, or to dispatch other payloads along the same routing.
         event: recorded after the dispatch, if it runs on the communicator's stream; see ``wait``.
     """
@@ -76,6 +88,10 @@ class Dispatched:
     weights: torch.Tensor | None
     handle: Handle
     event: torch.cuda.Event | None = None
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.payloads)
+        return f"Dispatched({rows} on {self.rows.device}, {len(self.num_rows_per_expert)} local experts)"
 
     @property
     def num_rows_per_expert_on_host(self) -> torch.Tensor | None:
@@ -90,8 +106,17 @@ class Dispatched:
         """Rows that an output needs to drop none, int32 (1,) on the device of the rows.
 
         With static rows, ``num_rows_needed > num_rows`` says on the device, without a wait, that rows were dropped.
+        With ``rows_per_expert`` it is the number of rows of the expert with the most, to be compared with that.
         """
         return self.handle.plan.num_rows_needed
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert that static rows had no room for, int32 (num_local_experts,) on their device.
+
+        Rows that ``max_rows_to_node`` left behind on another node are not among them.
+        """
+        return self.handle.plan.num_dropped_per_expert
 
     @property
     def rows(self) -> torch.Tensor:

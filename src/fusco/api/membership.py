@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from fusco.api.create import CommunicatorParts
+from fusco.api.create import CommunicatorParts, describe
 from fusco.api.owners import Owners
 from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
@@ -56,6 +56,10 @@ class Membership:
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
         # It does not refer to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, _release_dropped, self._session, self._engine, name)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._is_closed else ", broken" if self.is_broken else ""
+        return f"Communicator({describe(self._validator, self.topology)}{state})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -57,7 +57,7 @@ class Validator(Checks):
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``."""
         if static is not None or self._is_capturing:
-            self.require_static(static)
+            self.require_static(static, alignment)
         known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights)
         if known is None:
             self.require_alignment(alignment)

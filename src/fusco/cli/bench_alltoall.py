@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from rich.text import Text
 
 from fusco.bench.names import ExchangeMatrix
 from fusco.cli import options
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import ResultTable, describe_origin, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, headline, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
 
@@ -107,7 +108,12 @@ def alltoall(
         summarize(run, [links for links, _ in ranks], [results[i] for _, results in ranks])
         for i, run in enumerate(runs)
     ]
-    report(records, [_table(records)], console, json, lambda record: record.matrix)
+    report(records, [_table(records), *map(_headline, records)], console, json, lambda record: record.matrix)
+
+
+def _headline(record: ExchangeRecord) -> Text:
+    times = {"fusco": record.fusco_ms, "all_to_all_single": record.all_to_all_single_ms}
+    return Text(headline(times, "fusco", record.matrix, is_right=record.verified), style="bold")
 
 
 def _replay(routing: options.RoutingOptions, topology: Topology, kinds: Sequence[str]) -> Workload | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.reports import Column, report, table_of
+from fusco.cli.reports import Column, headlines, report, table_of
 from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
@@ -106,6 +106,7 @@ def prefill(
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only cases that the file of --json has not, and add them to it.")
     ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also list iterations and ranks that were slow.")] = False,
 ) -> None:
     """Measure the time to the first token of a Qwen3-MoE with random weights, its experts distributed over all ranks.
 
@@ -139,8 +140,8 @@ def prefill(
     if records is None:
         return
     records = [*resumed.kept, *records]
-    _print(job, records, skipped, console)
-    report(records, [], console, None, _name)
+    _print(job, records, skipped, console, explain=explain)
+    report(records, headlines(records, "ttft_ms", lambda record: record.routing), console, None, _name)
 
 
 def _choose_variants(
@@ -200,7 +201,9 @@ def _name(record: PrefillRecord) -> str:
     return f"{record.routing}, {record.batch}, {record.variant}"
 
 
-def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console) -> None:
+def _print(
+    job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[str, str], console: Console, *, explain: bool
+) -> None:
     from fusco.bench.prefill.iterations import outliers
     from fusco.bench.prefill.variants import VARIANTS
 
@@ -236,6 +239,7 @@ def _print(job: PrefillJob, records: Sequence[PrefillRecord], skipped: Mapping[s
     console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
     lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
     lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
-    lines += [f"{_name(record)}: {line}" for record in records for line in outliers(record.iterations)]
+    slow = [f"{_name(record)}: {line}" for record in records for line in outliers(record.iterations)]
+    lines += slow if explain else [f"{len(slow)} slow iterations or ranks: --explain lists them"] * bool(slow)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

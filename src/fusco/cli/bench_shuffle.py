@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
+from rich.console import RenderableType
 
 from fusco.bench import names
-from fusco.bench.shuffle.variants import choose_variants, recorded_variant
+from fusco.bench.shuffle.variants import choose_variants, is_of_caller, load_of_caller, recorded_variant
 from fusco.cli import options
 from fusco.cli.explore import plan_views
-from fusco.cli.reports import report
+from fusco.cli.reports import headlines, report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
@@ -41,7 +42,7 @@ class ShuffleOptions:
     variants: Annotated[
         list[str] | None,
         typer.Option(
-            help="Variants to compare, with commas or repeated. "
+            help="Variants to compare, with commas or repeated; your own as package.module:function. "
             f"Default: {_defaults('cpu', 2)}; on CUDA {_defaults('cuda', 1)}, between nodes {_defaults('cuda', 2)}."
         ),
     ] = None
@@ -84,6 +85,8 @@ class ShuffleOptions:
         selected = options.choose_names(self.variants, [], "variants")
         num_nodes = workloads[0].topology.num_nodes
         variants = choose_variants(place.device, num_nodes, selected, with_ablation=self.ablation)
+        for variant in filter(is_of_caller, variants):
+            load_of_caller(variant)
         if self.timeline and place.device != "cuda":
             raise ValueError("--timeline records GPUs: it needs --device cuda")
         if self.timeline and recorded_variant(variants) is None:
@@ -151,7 +154,8 @@ def shuffle(
         _write_timelines(run, ranks, how.timeline)
     tables = [table_of_records(list(of)) for _, of in groupby(records, key=lambda record: record.traffic)]
     views = plan_views(run.workloads[0], run.balancer) if html else ()
-    report(records, tables, console, json, lambda record: f"{record.traffic}, {record.variant}", html, views)
+    shown: list[RenderableType] = [*tables, *headlines(records, "total_ms", lambda record: f"{record.traffic} traffic")]
+    report(records, shown, console, json, lambda record: f"{record.traffic}, {record.variant}", html, views)
 
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:

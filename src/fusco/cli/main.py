@@ -21,6 +21,7 @@ import fusco
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.explore import explore
+from fusco.cli.help import CommandGroup, add_commands
 from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
 from fusco.cli.rails import rails
@@ -40,15 +41,14 @@ _UsageError: type[Exception] = typer.BadParameter.mro()[1]  # of click, or of a 
 
 app = typer.Typer(
     name="fusco",
+    cls=CommandGroup,
     help="Expert-parallel communication for PyTorch: measure it, explain it, check this machine for it.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="markdown",
 )
 app.add_typer(bench_app, name="bench")
-for _command in (plan, schedule, simulate, explore, train, rails, doctor, warm_up, integrations):
-    app.command()(_command)
-app.command("testbed")(run_testbed)
+add_commands(app, (plan, schedule, simulate, explore, train, rails, doctor, warm_up, integrations, run_testbed))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli.explore import write_records
-from fusco.cli.tables import ResultTable
+from fusco.cli.tables import ResultTable, headline
 
 Column = tuple[str, str | Callable[[Any], str]]  # a head, and what makes a cell of a record: a format or a function
 
@@ -35,6 +37,22 @@ def table_of(
         cells = (cell.format(record) if isinstance(cell, str) else cell(record) for _, cell in columns)
         table.add_row(*cells, end_section=after is None or section(after) != section(record))
     return table
+
+
+def headlines(records: Sequence[Any], ms: str, case: Callable[[Any], str]) -> Iterator[Text]:
+    """Yield for each case of records of variants a sentence: the fastest of fusco's beside the fastest other.
+
+    ``ms`` is the field of the time; records without one are left out.
+    """
+    for name, group in groupby([record for record in records if getattr(record, ms)], key=case):
+        of_case = list(group)
+        times = {record.variant: getattr(record, ms) for record in of_case}
+        mine = [variant for variant in times if variant.startswith("fusco")]
+        if mine:
+            ours = min(mine, key=lambda variant: times[variant])
+            rivals = {variant: time for variant, time in times.items() if variant == ours or variant not in mine}
+            is_right = all(getattr(record, "is_right", True) for record in of_case)
+            yield Text(headline(rivals, ours, name, is_right=is_right), style="bold")
 
 
 def report(

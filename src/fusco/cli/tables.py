@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -120,6 +120,29 @@ def _widths(extents: Sequence[Extent], width: int) -> list[int]:
         widths[i] += given
         left -= given
     return widths
+
+
+def headline(times: Mapping[str, float], ours: str, what: str = "", *, is_right: bool = True) -> str:
+    """Return the finding of a case in a sentence: our time in ms beside the best other, and what that means.
+
+    >>> headline({"fusco": 4.7, "baseline": 17.5, "ring": 30.0}, "fusco", "zipf")
+    'zipf: fusco 4.70 ms, baseline 17.50 ms: 3.7 times as fast, verified'
+    >>> headline({"fusco": 0.52, "baseline": 0.4}, "fusco", is_right=False)
+    'fusco 0.520 ms, baseline 0.400 ms: takes 1.3 times as long, NOT VERIFIED'
+    """
+    others = {name: ms for name, ms in times.items() if name != ours and ms > 0}
+    texts = [f"{ours} {_three_digits(times[ours])} ms"]
+    finding = ["verified" if is_right else "NOT VERIFIED"]
+    if others:
+        best = min(others, key=lambda name: others[name])
+        texts.append(f"{best} {_three_digits(others[best])} ms")
+        ratio = others[best] / times[ours]
+        finding.insert(0, f"{ratio:.1f} times as fast" if ratio >= 1 else f"takes {1 / ratio:.1f} times as long")
+    return f"{f'{what}: ' * bool(what)}{', '.join(texts)}: {', '.join(finding)}"
+
+
+def _three_digits(ms: float) -> str:
+    return f"{ms:.3f}" if ms < 1 else f"{ms:,.2f}"
 
 
 def verified_cell(is_right: bool) -> str:

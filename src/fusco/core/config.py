@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 import torch
 
 from fusco.core.integers import MAX_INT32, check_integer
+from fusco.core.routing_sizes import RoutingSizes
 from fusco.core.topology import Topology
 
 # Links of each rank to other nodes, by node and local rank.
@@ -151,29 +152,99 @@ class Launch:
 
 @dataclass(frozen=True)
 class StaticRows:
-    """An output of ``num_rows`` expert-major rows for any routing, so that the host does not wait for its size.
+    """An output of fixed size for any routing, so that the host does not wait for its size.
+
+    ``StaticRows(num_rows)`` gives rows ``(num_rows, ...)``: the experts' blocks, one after the other. With
+    ``StaticRows(rows_per_expert=c)`` they are ``(num_local_experts, c, ...)``, the layout that masked grouped matrix
+    products read: row ``j`` of local expert ``e`` is ``rows[e, j]`` for ``j < num_rows_per_expert[e]``. Give one of the
+    two; ranks may differ in them. ``for_rank_load`` and ``for_expert_load`` choose a size.
 
     Attributes:
         num_rows: rows of the output, including padding. Rows after the last block are uninitialised, and so is their
             gradient: experts must use ``num_rows_per_expert``.
         on_overflow: with ``"raise"`` the next synchronisation raises ``RowOverflowError`` if a routing needs more;
-            with ``"drop"`` rows that do not fit, those of the last experts, are dropped without an error.
+            with ``"drop"`` rows that do not fit are dropped without an error: those of the last experts, or the last
+            ones of each expert with ``rows_per_expert``. ``Dispatched.num_dropped_per_expert`` counts them either way,
+            and ``combine`` adds nothing for them.
         max_rows_to_node: rows of the messages that this rank sends between nodes on CUDA, to each other node; they are
             sent whether tokens fill them or not. ``None`` means a row for each of its tokens, which is always enough.
-            Of more tokens for a node, the last ones do not go there: an overflow as above. Elsewhere it has no effect,
-            as messages have the size of what they carry.
+            Of more tokens for a node, the last ones do not go there: an overflow as above, but one that the node does
+            not count. Elsewhere it has no effect, as messages have the size of what they carry.
+        rows_per_expert: rows of each local expert, filled in order of (source rank, token, k); a multiple of the
+            dispatch's ``expert_alignment``. Rows behind an expert's last one are uninitialised, and so is their
+            gradient, but for those up to a multiple of ``expert_alignment``, which are zero: with
+            ``expert_alignment=c`` all are.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.
     """
 
-    num_rows: int
+    num_rows: int | None = None
     on_overflow: Literal["raise", "drop"] = "raise"
     max_rows_to_node: int | None = None
+    rows_per_expert: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("num_rows", self.num_rows, least=1, most=MAX_INT32)  # as kernels count
-        if self.max_rows_to_node is not None:
-            check_integer("max_rows_to_node", self.max_rows_to_node, least=1, most=MAX_INT32)
+        if (self.num_rows is None) == (self.rows_per_expert is None):
+            raise ValueError(
+                f"StaticRows takes either num_rows or rows_per_expert, got num_rows={self.num_rows} and "
+                f"rows_per_expert={self.rows_per_expert}"
+            )
+        for name in ("num_rows", "max_rows_to_node", "rows_per_expert"):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, least=1, most=MAX_INT32)  # as kernels count
         if self.on_overflow not in ("raise", "drop"):
             raise ValueError(f"on_overflow must be 'raise' or 'drop', got {self.on_overflow!r}")
+
+    @classmethod
+    def for_rank_load(cls, sizes: RoutingSizes, skew: float | None = None, expert_alignment: int = 1) -> StaticRows:
+        """Return the ``num_rows`` of a rank that gets ``skew`` times the rows of the average rank.
+
+        That is ``ceil(skew * T * K)``, since R ranks with T tokens of K experts each have ``T * K`` rows per rank on
+        average, but at most ``R * T * min(K, E / R)``, all that a rank can get; and ``expert_alignment - 1`` rows of
+        padding for each of its ``E / R`` blocks, rounded down to a multiple of the alignment, as blocks are.
+
+        Args:
+            sizes: sizes of the routing.
+            skew: rows of the busiest rank over the mean of all ranks; ``None`` means any, so that nothing overflows.
+            expert_alignment: as in ``dispatch``.
+
+        256 experts on 8 ranks, and 128 tokens of 8 experts on each; then with twice the mean for the busiest rank:
+
+        >>> sizes = RoutingSizes(max_tokens_per_rank=128, world_size=8, num_topk=8, num_experts=256)
+        >>> StaticRows.for_rank_load(sizes).num_rows, StaticRows.for_rank_load(sizes, skew=2.0).num_rows
+        (8192, 2048)
+        """
+        return cls(sizes.rows_of_rank(skew, expert_alignment))
+
+    @classmethod
+    def for_expert_load(cls, sizes: RoutingSizes, skew: float | None = None, expert_alignment: int = 1) -> StaticRows:
+        """Return the ``rows_per_expert`` of an expert that gets ``skew`` times the rows of the average expert.
+
+        That is ``ceil(skew * R * T * K / E)``, but at most ``R * T``, a row of each token, rounded up to a multiple of
+        the alignment.
+
+        Args:
+            sizes: sizes of the routing.
+            skew: rows of the busiest expert over the mean of all experts; ``None`` means any, so that nothing
+                overflows.
+            expert_alignment: as in ``dispatch``; or what the product's tiles need, such as 128.
+
+        >>> sizes = RoutingSizes(max_tokens_per_rank=128, world_size=8, num_topk=8, num_experts=256)
+        >>> [StaticRows.for_expert_load(sizes, skew).rows_per_expert for skew in (None, 1.0, 3.5)]
+        [1024, 32, 112]
+        >>> StaticRows.for_expert_load(sizes, skew=3.5, expert_alignment=64).rows_per_expert
+        128
+        """
+        return cls(rows_per_expert=sizes.rows_of_expert(skew, expert_alignment))
+
+    @property
+    def limit(self) -> int:
+        """Rows that the output has, or that each expert has: what ``Dispatched.num_rows_needed`` is compared with."""
+        limit = self.num_rows if self.rows_per_expert is None else self.rows_per_expert
+        assert limit is not None
+        return limit
+
+    def num_slots(self, num_local_experts: int) -> int:
+        """Return the rows of the output on a rank with this number of experts, all of them together."""
+        return self.limit if self.rows_per_expert is None else self.limit * num_local_experts

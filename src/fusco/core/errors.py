@@ -47,14 +47,27 @@ class RowOverflowError(FuscoError):
     """A routing needed more rows than a static output, or a message between nodes, has; the others are missing.
 
     Attributes:
-        num_rows: rows of the output, or of the message.
+        num_rows: rows of the output, of each expert, or of the message.
         num_rows_needed: rows that the routing needed; of an output, including padding.
         node: the node that a message goes to; ``None`` if the output was too small.
+        local_expert: with ``rows_per_expert``, the index among this rank's experts of the one that needed the most
+            rows, the first of them if there are several; else ``None``.
     """
 
-    def __init__(self, rank: int, num_rows: int, num_rows_needed: int, node: int | None = None) -> None:
-        self.num_rows, self.num_rows_needed, self.node = num_rows, num_rows_needed, node
-        if node is None:
+    def __init__(
+        self,
+        rank: int,
+        num_rows: int,
+        num_rows_needed: int,
+        node: int | None = None,
+        local_expert: int | None = None,
+    ) -> None:
+        self.num_rows, self.num_rows_needed = num_rows, num_rows_needed
+        self.node, self.local_expert = node, local_expert
+        if local_expert is not None:
+            what = f"needed {num_rows_needed} rows for its local expert {local_expert} in a dispatch into static rows"
+            limit = f"StaticRows(rows_per_expert={num_rows})"
+        elif node is None:
             what = f"needed {num_rows_needed} expert-major rows in a dispatch into static rows"
             limit = f"StaticRows({num_rows})"
         else:

@@ -26,6 +26,15 @@ def row_bytes(rows: torch.Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
+def expert_rows_shape(num_slots: int, rows_per_expert: int | None) -> tuple[int, ...]:
+    """Return the leading dimensions of expert-major rows: all slots, or those of each expert.
+
+    >>> expert_rows_shape(12, None), expert_rows_shape(12, 4)
+    ((12,), (3, 4))
+    """
+    return (num_slots,) if rows_per_expert is None else (num_slots // rows_per_expert, rows_per_expert)
+
+
 def describe_rows(rows: torch.Tensor) -> str:
     """Return dtype and shape of one row, as text.
 

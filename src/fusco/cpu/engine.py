@@ -17,11 +17,11 @@ from fusco.control.tcp_transport import TcpTransport
 from fusco.control.transport import Mesh, Transport
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
-from fusco.core.errors import RowOverflowError, Stall
+from fusco.core.errors import Stall
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
 from fusco.core.profile import Call, CallProfile
-from fusco.core.rows import as_bytes, plain, row_bytes
+from fusco.core.rows import as_bytes, expert_rows_shape, plain, row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -39,7 +39,7 @@ from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
 from fusco.cpu.memory import CpuMemory
 from fusco.cpu.owner_choice import CpuOwnerChoice
-from fusco.cpu.plan import CpuPlan
+from fusco.cpu.plan import CpuPlan, overflow_of
 from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
 from fusco.cpu.routing_exchange import RoutingExchange
@@ -144,9 +144,8 @@ class CpuEngine:
             with call.profile.spend("planning"):
                 plan = self._plan(request, forwarding, list(map(PublishedRows.unpack, counts)), attachments, call)
             rows = self._move_rows(plan, request.payloads, attachments, call)
-            static, needed = request.static, plan.distribution.num_slots_needed
-            if static and static.on_overflow == "raise" and needed > static.num_rows:
-                raise LateRejection(RowOverflowError(self._rank, static.num_rows, needed))
+            if overflow := overflow_of(plan.distribution, request.static, self._rank):
+                raise LateRejection(overflow)
             return DispatchOutput(plan, rows, weights_of_rows(plan, request))
 
         return Pending(published.pack(), run, attachments.attachment if attachments else None)
@@ -204,8 +203,7 @@ class CpuEngine:
             )
         rank, placement = self._rank, request.placement
         locals_ = self._topology.locals_of(self._memory.node)
-        static_rows = request.static.num_rows if request.static else None
-        pairs = plan_pairs(routing, placement, rank, locals_, request.expert_alignment, static_rows)
+        pairs = plan_pairs(routing, placement, rank, locals_, request.expert_alignment, request.static)
         return CpuPlan(
             rank=rank,
             placement=placement,
@@ -234,8 +232,9 @@ class CpuEngine:
         bytes_per_token = sum(sizes)
         with call.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
+            rows_shape = expert_rows_shape(num_slots, plan.rows_per_expert)
             outputs = [
-                self._recycler.empty((num_slots, *shape), payload.dtype)
+                self._recycler.empty((*rows_shape, *shape), payload.dtype)
                 for payload, shape in zip(payloads, shapes, strict=True)
             ]
             as_bytes_out = [as_bytes(output).view(num_slots, size) for output, size in zip(outputs, sizes, strict=True)]

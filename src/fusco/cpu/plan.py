@@ -8,9 +8,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.config import StaticRows
+from fusco.core.errors import RowOverflowError
 from fusco.cpu.kernels.plan_pairs import PlannedPairs
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.dispatch_plan import DispatchPlan
+from fusco.planner.distribution import ExpertDistribution
 from fusco.planner.forwarding import NodeForwarding
 
 # Messages of the busiest rank, and most of them in the memory of one. With 13 MB for each rank and 62.5 MB/s, slices of
@@ -61,3 +64,14 @@ class CpuPlan(DispatchPlan):
         incoming[:, 3] = incoming[:, 2] + runs.num_rows
         own[:, 0], own[:, 1], own[:, 2], own[:, 3] = locals_[ranks], ranks, first_row[ranks], first_row[ranks + 1]
         return held[np.argsort(held[:, 0], kind="stable")]
+
+
+def overflow_of(pairs: ExpertDistribution, static: StaticRows | None, rank: int) -> RowOverflowError | None:
+    """Return the error of an output that is too small, unless it is exact or rows may be dropped."""
+    if static is None or static.on_overflow == "drop" or pairs.num_slots_needed <= static.limit:
+        return None
+    local_expert = None
+    if static.rows_per_expert:
+        wanted = (pairs.num_rows_per_expert + pairs.num_dropped_per_expert).tolist()
+        local_expert = wanted.index(max(wanted))
+    return RowOverflowError(rank, static.limit, pairs.num_slots_needed, local_expert=local_expert)

@@ -70,7 +70,7 @@ class CudaContext:
 
     def describe_invalid_id(self, token: int, k: int, physical_id: int) -> str:
         """Return the error message for an invalid id that a kernel has found."""
-        expert_id = logical_id(physical_id, self.placement.num_experts)
+        expert_id = logical_id(physical_id, self.num_experts, self.placement.num_experts)
         return describe_invalid_id(token, k, expert_id, self.num_experts)
 
     def launcher(self, stream: torch.cuda.Stream) -> Launcher:

@@ -257,6 +257,8 @@ class CudaEngine:
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         """Keep the order of the caller's stream; on one node the host waits for the copies."""
+        if request.pieces:
+            request = replace(request, input=torch.cat(list(request.pieces)), pieces=())
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):

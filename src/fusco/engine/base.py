@@ -17,7 +17,7 @@ from fusco.control.record_round import Attachment
 from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
-from fusco.core.rows import as_bytes, describe_rows, row_bytes, wants_grad
+from fusco.core.rows import as_bytes, describe_rows, expert_rows_shape, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -51,6 +51,10 @@ class Plan(Protocol):
         """Number of rows of the expert-major output."""
 
     @property
+    def rows_per_expert(self) -> int | None:
+        """Rows of each local expert in a masked output; ``None`` if blocks follow each other."""
+
+    @property
     def num_rows_per_expert(self) -> torch.Tensor:
         """Rows of each local expert's block without padding, int64 (num_local_experts,)."""
 
@@ -60,7 +64,11 @@ class Plan(Protocol):
 
     @property
     def num_rows_needed(self) -> torch.Tensor:
-        """Rows that the output would need to drop none, int32 (1,)."""
+        """Rows that the output, or each expert of a masked one, would need to drop none: int32 (1,)."""
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert that have no slot, int32 (num_local_experts,)."""
 
     @property
     def weights(self) -> torch.Tensor | None:
@@ -135,17 +143,21 @@ class DispatchOutput(Generic[PlanT]):
 
     plan: PlanT  # for combine and for other payloads
     rows: list[torch.Tensor]  # expert-major rows of each payload
-    weights: torch.Tensor | None = None  # the weight of each row (num_rows,), if requested
+    weights: torch.Tensor | None = None  # the weight of each row, if requested; see ``weights_of_rows``
     # recorded after the dispatch's work, if the caller's stream does not wait for it
     event: torch.cuda.Event | None = None
 
 
 def weights_of_rows(plan: Plan, request: DispatchRequest) -> torch.Tensor | None:
-    """Return the weight of each row (num_rows,) in the dtype of the caller's weights, or ``None`` unless requested."""
+    """Return the weight of each row, in the dtype of the caller's weights, or ``None`` unless requested.
+
+    Their shape is that of the rows: (num_rows,), or (num_local_experts, rows_per_expert).
+    """
     if not request.with_weights:
         return None
     assert request.topk_weights is not None
-    return plan.slot_weights.to(request.topk_weights.dtype, copy=True)  # padding rows have weight zero
+    weights = plan.slot_weights.view(expert_rows_shape(plan.num_slots, plan.rows_per_expert))
+    return weights.to(request.topk_weights.dtype, copy=True)  # padding rows have weight zero
 
 
 @dataclass(kw_only=True)
@@ -299,7 +311,10 @@ class Engine(Protocol[PlanT]):
         """Return and clear an error of an earlier asynchronous call."""
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[PlanT]]:
-        """Exchange routing, plan, and move token-major rows (num_tokens, ...) to expert-major ones (num_slots, ...)."""
+        """Exchange routing, plan, and move token-major rows (num_tokens, ...) to expert-major ones.
+
+        These have shape (num_slots, ...), or (num_local_experts, rows_per_expert, ...) if the plan is masked.
+        """
 
     def prepare_redispatch(self, request: RedispatchRequest[PlanT], call: Call) -> Pending[list[torch.Tensor]]:
         """Move rows with an earlier plan."""

@@ -48,6 +48,7 @@ from fusco.fsdp.run_state import (
 )
 from fusco.fsdp.timed_dispatcher import TimedDispatcher as TimedDispatcher
 from fusco.fsdp.torch_dispatcher import TorchDispatcher as TorchDispatcher
+from fusco.fsdp.trainer_checkpoint import TrainerCheckpoint as TrainerCheckpoint
 from fusco.fsdp.transformers_integration import (
     registered_as_experts_implementation as registered_as_experts_implementation,
     registered_with_transformers as registered_with_transformers,

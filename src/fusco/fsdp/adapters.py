@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -14,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from fusco.fsdp.expert_adapters import ExpertAdapter
 from fusco.fsdp.resharding import is_whole_copy
+from fusco.fsdp.shards import local_part, local_values
 
 # Values of LoraConfig.init_lora_weights (peft 0.21) with which adapters do not depend on the weights below them.
 _INDEPENDENT = (True, False, "gaussian", "orthogonal")
+_LORA_WEIGHT = re.compile(r"(?P<layer>.*)\.lora_(?P<half>(embedding_)?[AB])\.(?P<adapter>[^.]+)(\.weight|\.bias)?")
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -84,6 +90,44 @@ def _base_name(name: str, prefix: str, wrapped: set[str]) -> str:
         elif part != "original_module" and not (part == "base_layer" and ".".join(parts[:idx]) in wrapped):
             kept.append(part)
     return ".".join(kept).removeprefix(f"{prefix}.")
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module) -> None:
+    """Give LoRA adapters, which have memory but no values yet, those that peft starts from; a collective of all ranks.
+
+    A is random, the same on all ranks, and B is zero (for embeddings the reverse). Warns about adapters that it cannot
+    initialise.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {}) if is_adapted(model) else {}
+    starts = {adapter: getattr(config, "init_lora_weights", None) for adapter, config in configs.items()}
+    known = {adapter for adapter, start in starts.items() if start is True or start == "gaussian"}
+    known -= {adapter for adapter in known if getattr(configs[adapter], "use_dora", False)}
+    if unknown := starts.keys() - known:
+        warnings.warn(
+            f"adapter {min(unknown)} (init_lora_weights={starts[min(unknown)]}) has undefined values: load a "
+            f"checkpoint, or call peft.get_peft_model for a model that has weights",
+            stacklevel=3,
+        )
+    if not known:
+        return
+    seed = [torch.initial_seed()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    generator = torch.Generator("cpu").manual_seed(seed[0])
+    for name, parameter in model.named_parameters():
+        found = _LORA_WEIGHT.fullmatch(name)
+        if not found or found["adapter"] not in known:
+            continue
+        values = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+        if found["half"] == "embedding_B":
+            values.normal_(generator=generator)
+        elif found["half"] == "A" and starts[found["adapter"]] == "gaussian":
+            layer: Any = model.get_submodule(found["layer"])
+            values.normal_(std=1 / layer.r[found["adapter"]], generator=generator)
+        elif found["half"] == "A":
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        local_values(parameter).copy_(values[local_part(parameter)])
 
 
 def prepare_adapters(model: nn.Module, name: str) -> None:

@@ -66,6 +66,11 @@ class FuscoDispatcher:
         self.launch = launch or Launch(num_sms=FSDP_SMS)
         if self.launch.own_stream or self.launch.event is not None:
             raise ValueError("a dispatcher's launch must have neither own_stream nor event: results are used at once")
+        if static is not None and static.num_rows is None:
+            raise ValueError(
+                f"a dispatcher's static rows are blocks that follow each other, got rows_per_expert="
+                f"{static.rows_per_expert}: pass StaticRows(num_rows)"
+            )
         self.group, self._max_tokens_per_rank = group, max_tokens_per_rank
         self.static, self._num_ranks = static, group.size()
         self._ranks_per_node, self._settings = ranks_per_node, settings or Settings()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from fusco.fsdp.adapters import initialize_adapters
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -34,6 +36,8 @@ def parameters_on_meta() -> Iterator[None]:
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocate a parallelized model's parameters, each rank its part; load a checkpoint afterwards.
 
+    LoRA adapters (peft) get the values that peft starts from, which is a collective of all ranks; others warn.
+
     Args:
         model: made in ``parameters_on_meta`` and parallelized.
         device: of parameters and buffers. Buffers keep their values.
@@ -49,3 +53,4 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
+    initialize_adapters(model)

@@ -120,6 +120,26 @@ def latest_run(folder: str | Path) -> Path | None:
     return find_latest(Path(folder))
 
 
+def read_others(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of the step that was saved last, and this rank's states of ``others``; a collective.
+
+    Returns ``None`` if no step is complete. Raises as ``load_run``, for any other number of ranks, too.
+    """
+    found = _together(lambda: str(find_latest(folder) or ""), None, of_first=True)
+    if not found:
+        return None
+    path = Path(found)
+
+    def read() -> dict[str, Any]:
+        num_ranks = torch.load(path / _SHARED, weights_only=True)["num_ranks"]
+        if num_ranks != _num_ranks():
+            raise ValueError(f"{path} is of {num_ranks} ranks, and there are {_num_ranks()} now")
+        others: dict[str, Any] = torch.load(path / _rank_file(_rank()), weights_only=True, map_location="cpu")["others"]
+        return others
+
+    return path, _together(read, None)
+
+
 class AsyncSaver:
     """Saves a run while it goes on: ``save`` copies its state to main memory, and a thread writes it.
 

@@ -24,6 +24,7 @@ from fusco.fsdp.experts import Experts, find_experts
 from fusco.fsdp.formula import FormulaChecks
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer, SlicedLayer
+from fusco.fsdp.router_loss import RouterLosses
 
 MakeDispatcher = Callable[[dist.ProcessGroup], Dispatcher]
 
@@ -42,7 +43,8 @@ def registered_with_transformers(
 
     In the block, ``from_pretrained(..., distributed_config=DistributedConfig(..., ep_implementation="fusco"))`` makes
     models whose experts use fusco. They run in the block only; its end closes the communicators, a collective. Ranks of
-    a tensor-parallel group, which have the same batch, dispatch a slice of it each.
+    a tensor-parallel group, which have the same batch, dispatch a slice of it each. Losses that balance routers
+    (``output_router_logits=True``) are those of the tokens of all ranks.
 
     Args:
         max_tokens_per_rank: as for ``FuscoDispatcher``.
@@ -66,19 +68,20 @@ def registered_with_transformers(
     make_dispatcher = dispatcher or partial(
         FuscoDispatcher, max_tokens_per_rank=max_tokens_per_rank, settings=settings, launch=launch, static=static
     )
-    opened = ExitStack()
+    opened, losses = ExitStack(), RouterLosses()
 
     def make(experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> ExpertParallelLayer | SlicedLayer:
         if ep_mesh not in dispatchers:
             dispatchers[ep_mesh] = _opened(opened, make_dispatcher(ep_mesh.get_group()))
         (found,) = find_experts(experts)
         formulas.check(found)
+        losses.watch(experts)
         # transformers has distributed the experts already; num_experts is that of this rank.
         num_experts = int(torch.as_tensor(experts.num_experts, device="cpu")) * ep_mesh.size()
         layer = ExpertParallelLayer(replace(found, num_experts=num_experts), dispatchers[ep_mesh])
         return SlicedLayer(layer, tp_mesh) if tp_mesh.size() > 1 else layer
 
-    with opened, _registered(registry, name, make):
+    with opened, losses.restored(), _registered(registry, name, make):
         yield
 
 

@@ -1,9 +1,9 @@
-"""Handles that callers pass back, and dispatches along them together with the weights of tokens' experts."""
+"""Handles that callers pass back, and calls along them together with the weights of tokens' experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from fusco.api.membership import Rejecting
 from fusco.core.config import Launch
 from fusco.core.rows import row_bytes
 from fusco.integrations.growth import GrowingCommunicators, Grown
+from fusco.integrations.kept_tensors import KeptTensors
+from fusco.integrations.routing_maps import places_of, scattered
 
 _Kind = TypeVar("_Kind")
 
@@ -51,13 +53,24 @@ def biases_of(bias: torch.Tensor | tuple[torch.Tensor, ...] | None, *shape: int)
     return biases
 
 
-@dataclass(frozen=True, eq=False)
+def padded(of_tokens: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    """Return (num_tokens, k) with more columns of a value, as all ranks dispatch the same number of experts a token."""
+    missing = width - of_tokens.shape[1]
+    return torch.nn.functional.pad(of_tokens, (0, missing), value=value) if missing > 0 else of_tokens.contiguous()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SentHandle:
-    """The handle of a dispatch, and the communicator that owns it."""
+    """A routing that was dispatched, and the communicator that owns it."""
 
     comms: GrowingCommunicators
     grown: Grown
     handle: Handle
+    # of this rank's tokens, int64 (num_tokens, num_topk of all ranks), or ``None`` if only ranks were given
+    topk_idx: torch.Tensor | None
+    num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
+    num_experts: int  # of all ranks together
+    kept: KeptTensors = field(default_factory=KeptTensors)  # at most 17 bytes a row and k, 16 a token and k
 
     @property
     def comm(self) -> Communicator:
@@ -67,6 +80,41 @@ class SentHandle:
     def rejecting(self) -> Rejecting:
         """Make an error inside a rejection of the call along this handle that all other ranks make."""
         return self.comms.rejecting()
+
+    def require_topk_idx(self) -> torch.Tensor:
+        """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
+        if self.topk_idx is None:
+            raise ValueError(
+                "weights and values of experts need the handle of a dispatch with topk_idx; this one was made with "
+                "is_token_in_rank only"
+            )
+        return self.topk_idx
+
+    def weights_of_tokens(
+        self, topk_weights: torch.Tensor | None, probs: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return weights of this rank's tokens as they are sent, float32 (num_tokens, num_topk of all ranks).
+
+        They are given as (num_tokens, num_topk), or by expert (num_tokens, num_experts), which precede.
+        """
+        if probs is not None:
+            topk_idx = self.require_topk_idx()
+            require_shape("probs", probs, len(topk_idx), self.num_experts)
+            return probs.float().gather(1, self.kept.get("columns", probs.device, lambda: topk_idx.clamp(min=0)))
+        if topk_weights is None:
+            return None
+        topk_idx = self.require_topk_idx()
+        require_shape("topk_weights", topk_weights, len(topk_idx), self.num_topk)
+        return padded(topk_weights.float(), topk_idx.shape[1], 0)
+
+    def by_expert(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of this rank's tokens (num_tokens, num_topk) by expert: (num_tokens, num_experts), a view."""
+        places = self.kept.get("places of tokens", values.device, lambda: places_of(self.require_topk_idx()))
+        return scattered(places, values, self.num_experts)
+
+    def rows_of_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of rows as rows of float32 that a combine can add up for each token and k."""
+        return values.float().contiguous()
 
     def dispatch_again(
         self, payloads: Sequence[torch.Tensor], topk_weights: torch.Tensor | None, launch: Launch | None = None
@@ -93,12 +141,3 @@ class SentHandle:
         if len(parts) == 1:  # which costs less from the second call on
             return (comm.combine(parts[0], self.handle, weights=weights, launch=launch),)
         return comm.combine_all(parts, self.handle, launch=launch)
-
-    def sums_of(
-        self, parts: Sequence[torch.Tensor], launch: Launch, biases: Sequence[torch.Tensor] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sums of the first part plus biases, and those of the second, ``None`` without one."""
-        sums, *of_tokens = self.combine(parts, launch)
-        for each in biases:
-            sums += each
-        return sums, of_tokens[0] if of_tokens else None

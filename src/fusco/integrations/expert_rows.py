@@ -5,33 +5,56 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.handle import Dispatched
-from fusco.integrations.along_handles import SentHandle
+from fusco.core.config import Launch
+from fusco.integrations.along_handles import SentHandle, padded, require_shape
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SentRows(SentHandle):
-    """A dispatch that can be combined."""
+    """A dispatch that can be combined; ``SentHandle`` says more of it."""
 
     dispatched: Dispatched
+    alignment: int  # of the experts' blocks, in rows
 
     @property
     def counts_on_host(self) -> torch.Tensor:
-        """Rows of each local expert without padding, int64 (num_local_experts,), in host memory."""
-        return counts_on_host(self.dispatched)
+        """Rows of each local expert without padding, int64 (num_local_experts,), in host memory.
 
+        The host waits once more if they did not come with the size.
+        """
+        counts = self.dispatched.num_rows_per_expert_on_host
+        return self.dispatched.num_rows_per_expert.cpu() if counts is None else counts
 
-def counts_on_host(dispatched: Dispatched) -> torch.Tensor:
-    """Return the rows of each local expert in host memory; another wait of the host if they came without the size."""
-    counts = dispatched.num_rows_per_expert_on_host
-    return dispatched.num_rows_per_expert.cpu() if counts is None else counts
+    @cached_property
+    def blocks_on_host(self) -> torch.Tensor:
+        """The same with padding."""
+        return in_blocks(self.counts_on_host, self.alignment)
+
+    def rows_of_values(self, values: torch.Tensor) -> torch.Tensor:
+        """Return one value of each row, (num_rows,), as rows of float32 that a combine can add up."""
+        values = values.reshape(-1).float()
+        require_shape("values of rows", values, self.handle.num_rows)
+        return rows_of_weights(values, self.handle)
+
+    def dispatch_again(
+        self, payloads: Sequence[torch.Tensor], topk_weights: torch.Tensor | None, launch: Launch | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Send other rows and weights along the handle; return the rows of each payload and their weights (num_rows,).
+
+        Payloads are (num_tokens, ...), weights (num_tokens, num_topk).
+        """
+        rows, of_rows = super().dispatch_again(payloads, topk_weights, launch)
+        return rows, None if of_rows is None else weights_of_slots(of_rows, self.handle)
 
 
 def in_blocks(counts: torch.Tensor, alignment: int) -> torch.Tensor:
@@ -51,6 +74,10 @@ class ExpertRows:
 
     comms: GrowingCommunicators
     num_experts: int  # of all ranks together
+    # tokens of a rank that there is room for from the first call on
+    max_tokens: int = 1
+    # ranks may have different numbers of experts a token: later columns are filled up with -1
+    may_differ: bool = False
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup, num_experts: int) -> ExpertRows:
@@ -67,18 +94,37 @@ class ExpertRows:
         topk_weights: torch.Tensor | None,
         *,
         with_weights: bool = True,
+        expert_alignment: int = 1,
+        verb: str = "dispatch",
         **options: Any,
     ) -> SentRows:
-        """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``."""
+        """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``.
+
+        ``verb`` is the caller's name of the call, which all ranks must agree on.
+        """
 
         def dispatch(grown: Grown) -> SentRows:
-            sent = grown.comm.dispatch(payloads, topk_idx, topk_weights, with_weights=with_weights, **options)
-            return SentRows(self.comms, grown, sent.handle, sent)
+            ids, weights = topk_idx, topk_weights
+            if self.may_differ:
+                width = grown.capacity.num_topk
+                with self.comms.rejecting():
+                    ids, weights = padded(ids, width, -1), None if weights is None else padded(weights, width, 0)
+            options_of_call = {"expert_alignment": expert_alignment, "with_weights": with_weights, **options}
+            sent = grown.comm.dispatch(payloads, ids, weights, **options_of_call)
+            return SentRows(
+                comms=self.comms,
+                grown=grown,
+                handle=sent.handle,
+                topk_idx=ids,
+                num_topk=topk_idx.shape[1],
+                num_experts=self.num_experts,
+                dispatched=sent,
+                alignment=expert_alignment,
+            )
 
         with self.comms.rejecting():
-            need = Need.of(payloads, num_topk_of(topk_idx, len(payloads[0])))
-        purpose = "dispatch", self.num_experts
-        return self.comms.run(purpose, self.num_experts, need, payloads[0].device, dispatch)
+            need = self.comms.need_of(payloads, num_topk_of(topk_idx, len(payloads[0])), self.max_tokens)
+        return self.comms.run((verb, self.num_experts), self.num_experts, need, payloads[0].device, dispatch)
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.

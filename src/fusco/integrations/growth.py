@@ -32,10 +32,11 @@ class Need:
     max_bytes_per_token: int
 
     @classmethod
-    def of(cls, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
+    def of(cls, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1, sum_bytes: int = 2) -> Need:
         """Return what a dispatch of payloads (num_tokens, ...) needs.
 
-        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows. ``sum_bytes``
+        are those of an element of partial sums.
         """
         first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
         if first.ndim < 2:
@@ -43,7 +44,7 @@ class Need:
         return cls(
             num_topk=num_topk,
             max_tokens_per_rank=max(len(first), max_tokens),
-            max_bytes_per_token=max(num_bytes, first.shape[1:].numel() * 2) + 4 * num_topk,
+            max_bytes_per_token=max(num_bytes, first.shape[1:].numel() * sum_bytes) + 4 * num_topk,
         )
 
     def union(self, other: Need) -> Need:
@@ -128,6 +129,10 @@ class GrowingCommunicators:
                     return dispatch(grown)
                 grown.comm.agree(GROWTH)
         return dispatch(self._make(purpose, num_experts, need, device))
+
+    def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
+        """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle."""
+        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.wire_dtype is None else 4)
 
     def turn_to(self, grown: Grown, verb: str) -> Communicator:
         """Return the communicator of a handle for a call along it; a collective if the call before was in another."""

@@ -128,6 +128,23 @@ def has_lanes(balancer: Balancer) -> bool:
     return balancer is balance_by_lanes
 
 
+def find_balancer(balancer: Balancer | str) -> Balancer:
+    """Return the balancer of this name, or the function that is given; raises for anything else.
+
+    >>> find_balancer("static") is balance_static
+    True
+    """
+    if isinstance(balancer, str):
+        if balancer not in BALANCERS:
+            raise ValueError(f"balancer {balancer!r} is not one of {', '.join(BALANCERS)}")
+        return BALANCERS[balancer]
+    if not callable(balancer):
+        raise TypeError(
+            f"balancer must be a name ({', '.join(BALANCERS)}) or a function of the traffic, got {balancer!r}"
+        )
+    return balancer
+
+
 def describe_balancer(balancer: Balancer) -> str:
     """Return the balancer's name, marked if it is user-defined.
 

@@ -60,8 +60,16 @@ class DispatchPlan:
         return self.distribution.num_slots
 
     @property
+    def rows_per_expert(self) -> int | None:
+        return self.distribution.rows_per_expert
+
+    @property
     def num_rows_per_expert(self) -> torch.Tensor:
         return self.distribution.num_rows_per_expert
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        return self.distribution.num_dropped_per_expert
 
     @property
     def num_rows_per_expert_on_host(self) -> torch.Tensor:

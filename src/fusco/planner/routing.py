@@ -57,8 +57,9 @@ class Routing:
             return
         is_outside = (self.topk_idx < -1) | (self.topk_idx >= num_experts)
         token, k = is_outside.nonzero()[0].tolist()
-        expert_id = logical_id(int(self.topk_idx[token, k]), num_experts)
-        raise ValueError(describe_invalid_id(token, k, expert_id, num_logical or num_experts))
+        num_logical = num_logical or num_experts
+        expert_id = logical_id(int(self.topk_idx[token, k]), num_logical, num_experts)
+        raise ValueError(describe_invalid_id(token, k, expert_id, num_logical))
 
     @property
     def num_tokens(self) -> int:
@@ -71,13 +72,16 @@ class Routing:
         return self.topk_idx.shape[1]
 
 
-def logical_id(invalid_id: int, num_physical: int) -> int:
+def logical_id(invalid_id: int, num_logical: int, num_physical: int) -> int:
     """Return the caller's id that became an invalid physical one.
 
-    >>> logical_id(9 + UNPLACED, num_physical=10), logical_id(10, num_physical=10), logical_id(-2, num_physical=10)
-    (9, 10, -2)
+    Only ids that are physical and not logical have been changed, with the choice of owners: others are the caller's.
+
+    >>> [logical_id(each, num_logical=8, num_physical=10) for each in (9 + UNPLACED, UNPLACED, 10, -2)]
+    [9, -2147483648, 10, -2]
     """
-    return invalid_id - UNPLACED if UNPLACED <= invalid_id < UNPLACED + num_physical else invalid_id
+    is_changed = UNPLACED + num_logical <= invalid_id < UNPLACED + num_physical
+    return invalid_id - UNPLACED if is_changed else invalid_id
 
 
 def describe_invalid_id(token: int, k: int, expert_id: int, num_experts: int) -> str:

@@ -23,12 +23,13 @@ SEGMENTS = Segments(torch.zeros(8), NOTHING, NOTHING)
 VERBS = {
     "exact dispatch": lambda comm, handle: comm.dispatch(X, IDS),
     "static dispatch": lambda comm, handle: comm.dispatch(X, IDS, static=StaticRows(8)),
+    "masked dispatch": lambda comm, handle: comm.dispatch(X, IDS, static=StaticRows(rows_per_expert=4)),
     "dispatch_again": lambda comm, handle: comm.dispatch_again(X, handle),
     "combine": lambda comm, handle: comm.combine(torch.zeros(8, 4), handle),
     "shuffle": lambda comm, handle: comm.shuffle({1: SEGMENTS}, {}),
     "all_to_all": lambda comm, handle: comm.all_to_all(torch.zeros(4, 2), torch.ones(4, 2)),
 }
-CAPTURABLE = ("static dispatch", "dispatch_again", "combine")
+CAPTURABLE = ("static dispatch", "masked dispatch", "dispatch_again", "combine")
 
 
 class OnCpu(Validator):
@@ -43,7 +44,8 @@ class Scene:
     """A communicator on a device, with an engine that does nothing, and a session that notes what it is told."""
 
     def __init__(self, topology: Topology) -> None:
-        self.plan = mock.Mock(rank=0, placement=PLACEMENT, num_tokens=3, num_topk=2, num_slots=8, weights=None)
+        sizes = {"num_tokens": 3, "num_topk": 2, "num_slots": 8, "rows_per_expert": None}
+        self.plan = mock.Mock(rank=0, placement=PLACEMENT, weights=None, **sizes)
         self.session = mock.MagicMock(sequence_number=1, has_published=False)
         self.session.access = Access("a communicator")
         self.session.begin.side_effect = lambda _: Call(1, CallProfile())

@@ -114,6 +114,40 @@ def test_counts_on_the_host_and_rows_that_are_missing(comm):
     assert cut.num_rows_per_expert_on_host.tolist() == [1, 1]
 
 
+def test_rows_of_each_expert_and_those_that_do_not_fit(comm):
+    static = fusco.StaticRows(rows_per_expert=1, on_overflow="drop")
+    x = torch.tensor([[1.0], [2.0]])
+    sent = comm.dispatch(x, IDS, WEIGHTS, static=static, with_weights=True)
+    assert (sent.rows.tolist(), sent.weights.tolist()) == ([[[1.0]], [[1.0]]], [[3.0], [2.0]])
+    assert (sent.num_rows_per_expert.tolist(), sent.num_dropped_per_expert.tolist()) == ([1, 1], [0, 1])
+    assert (sent.num_rows_needed.tolist(), sent.handle.num_rows, sent.handle.rows_shape) == ([2], 2, (2, 1))
+    for y in (sent.rows * 10, sent.rows.view(2, 1) * 10):  # with one row each, in either shape
+        assert comm.combine(y, sent.handle).tolist() == [[50.0], [0.0]]
+    (of_rows,) = comm.combine_all([sent.rows[:, :, 0]], sent.handle)
+    assert of_rows.tolist() == [2.0, 0.0]
+    for wrong in (sent.rows[:1], sent.rows[:, :, 0][:, 0]):
+        with pytest.raises(ValueError, match=r"y must be \(2, 1, hidden\), as dispatch returned, got \("):
+            comm.combine(wrong, sent.handle)
+    with pytest.raises(ValueError, match=r"values must have shape \(2, 1\), a value of each row, got \[2\]"):
+        comm.combine_weights(torch.ones(2), sent.handle)
+    aligned = comm.dispatch(x, IDS, static=fusco.StaticRows(rows_per_expert=3), expert_alignment=3)
+    assert aligned.rows.tolist() == [[[1.0], [0.0], [0.0]], [[1.0], [2.0], [0.0]]]
+    assert aligned.num_dropped_per_expert.tolist() == [0, 0]
+
+
+def test_masked_rows_that_do_not_go_together_are_refused(comm):
+    x = torch.zeros(2, 1)
+    with pytest.raises(ValueError, match="rows_per_expert=3 is not a multiple of expert_alignment=2"):
+        comm.dispatch(x, IDS, static=fusco.StaticRows(rows_per_expert=3), expert_alignment=2)
+    with pytest.raises(TypeError, match=r"expert_alignment must be an integer, got 1\.5"):
+        comm.dispatch(x, IDS, static=fusco.StaticRows(rows_per_expert=3), expert_alignment=1.5)
+    with pytest.raises(ValueError, match=f"rows_per_expert={2**30} for 2 experts of this rank are {2**31} rows, more"):
+        comm.dispatch(x, IDS, static=fusco.StaticRows(rows_per_expert=2**30))
+    with pytest.raises(fusco.RowOverflowError, match="rank 0 needed 2 rows for its local expert 1 in a dispatch into"):
+        comm.dispatch(x, IDS, static=fusco.StaticRows(rows_per_expert=1))
+    assert comm.dispatch(x, IDS).handle.rows_shape == (3,)
+
+
 def test_the_compiler_calls_verbs_and_does_not_trace_them(comm):
     def layer(x):
         sent = comm.dispatch(2 * x, IDS, WEIGHTS)

@@ -24,7 +24,7 @@ from fusco.bench.inputs.traffic import WorldInput
 from fusco.bench.shuffle.factory import ShuffleFactory
 from fusco.bench.shuffle.run import ShuffleRun
 from fusco.bench.shuffle.verification import verify
-from fusco.integrations import deep_ep_buffer, elastic_buffer
+from fusco.integrations.deep_ep import buffer as deep_ep_buffer, ep_buffer as elastic_buffer
 
 NUM_RANKS, NUM_EXPERTS = 2, 6
 DESTROYED: list[int] = []  # the ranks whose buffers were destroyed

@@ -217,6 +217,8 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch
         (["--device", "cuda", "--nodes", "3"], "4 GPUs do not divide among 3 nodes"),
         (["--device", "cuda", "--ablation"], "there is 1 node: pass --nodes"),
         (["--device", "cuda", "--nodes", "2", "--variants", "fusco-fp8"], "'fusco-fp8' is not one of those on cuda"),
+        (["--variants", "fusco,none:x"], "variant 'none:x' cannot be imported: No module named 'none'; is its folder"),
+        (["--variants", "math:pi"], "variant 'math:pi' is a float, not a function or a class"),
         (["--variants", "fusco,best"], "variant 'best' is not one of those on cpu with 2 nodes: fusco, baseline"),
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is not one of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),

@@ -1,69 +1,65 @@
-"""Help and tables of the command line: fast, complete, and as wide as the terminal."""
+"""Help of every command: an example that is a right call, options in groups, flags without a type, no huge limits."""
 
-import os
+from __future__ import annotations
+
 import re
-import subprocess
-import sys
-from typing import get_args
+import shlex
 
 import pytest
-from command_line import run
+import typer
+from typer.testing import CliRunner
 
-import fusco
-from fusco.bench.shuffle.variants import choose_variants
-from fusco.cli.options import BalancerName, choose_names
-from fusco.planner.balancer import BALANCERS
-
-
-def test_help_answers_in_three_times_what_its_libraries_need():
-    """Seconds of a core, 0.2 on an idle AMD EPYC and 0.6 on the same at worse times; PyTorch would take 2 to 4."""
-
-    def seconds(*arguments: str) -> float:
-        before = os.times()
-        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
-
-    libraries = "import importlib.metadata, typer, rich.console, rich.table, rich.progress"
-    times = [(seconds("-m", "fusco", "--help"), seconds("-c", libraries)) for _ in range(5)]
-    best_s, libraries_s = map(min, zip(*times, strict=True))
-    assert best_s < 3 * libraries_s
+from fusco.cli.help import EXAMPLES, GROUPS
+from fusco.cli.main import app
 
 
-def test_option_names_are_those_of_the_library():
-    assert list(get_args(BalancerName)) == list(BALANCERS)
+def commands():
+    """Yield the name and the command of each command."""
+    root = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {inner}", each) for inner, each in command.commands.items())
+        else:
+            yield name, command
 
 
-def test_names_come_with_commas_or_repeated():
-    assert choose_names(["fusco, baseline", "fusco", "no-engine"], [], "variants") == ["fusco", "baseline", "no-engine"]
-    assert choose_names(None, ["a", "b"], "letters") == ["a", "b"]
+COMMANDS = dict(commands())
 
 
-def test_the_version_is_told():
-    assert run("--version").output == f"fusco {fusco.__version__}\n"
+def test_every_command_has_an_example_and_every_example_a_command():
+    assert set(COMMANDS) == set(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        assert example == f"fusco {name}" or example.startswith(f"fusco {name} ")
 
 
-def test_help_lists_the_usual_variants():
-    output = "".join(run("bench", "shuffle", "--help").output.replace("│", " ").split())
-    assert f"Default:fusco,baseline;onCUDA{','.join(choose_variants('cuda', 1))},between" in output
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_can_be_parsed(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    arguments = shlex.split(EXAMPLES[name].removeprefix(f"fusco {name}"))
+    context = COMMANDS[name].make_context(name, arguments)
+    assert context.params
 
 
-def test_tables_are_as_wide_as_columns_says(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    lines = run("doctor").stdout.splitlines()
-    assert max(map(len, lines)) == 70
-    monkeypatch.delenv("COLUMNS")
-    assert max(map(len, run("doctor").stdout.splitlines())) > 120
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("width", [80, 140])
+def test_help_shows_no_types_of_flags_and_no_limits_of_a_machine(name, width):
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": str(width)})
+    assert shown.exit_code == 0
+    assert "<bool>" not in shown.output
+    assert EXAMPLES[name].split()[-1] in shown.output
+    assert [limit for limit in re.findall(r"<=(\d+)\]", shown.output) if int(limit) >= 1024] == []
+    assert max(map(len, shown.output.splitlines())) <= width
 
 
-@pytest.mark.parametrize("command", [["bench", "shuffle"], ["train"], ["bench", "schedule"], ["schedule"]])
-def test_help_is_wrapped_once(command):
-    variables = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, "-m", "fusco", *command, "--help"], env=variables, capture_output=True, text=True, check=True
-    )
-    text = done.stdout.split("[OPTIONS]")[1].split("╭")[0]
-    for paragraph in re.split(r"\n\s*\n", text):
-        *full, _ = paragraph.strip("\n").splitlines() or [""]
-        for line, after in zip(full, paragraph.strip("\n").splitlines()[1:], strict=True):
-            assert len(f"{line.rstrip()} {after.split()[0]}") > 79, f"the line ends early: {line!r}"
+def test_groups_name_options_that_exist_once():
+    have = {parameter.name for command in COMMANDS.values() for parameter in command.params}
+    named = [name for names in GROUPS.values() for name in names.split()]
+    assert sorted(set(named)) == sorted(named)
+    assert set(named) <= have
+
+
+def test_a_limit_that_is_not_shown_is_kept():
+    done = CliRunner().invoke(app, ["bench", "shuffle", "--tokens", "99999999"])
+    assert done.exit_code == 2
+    assert "99999999 is more than 4,194,304" in re.sub(r"[\s│]+", " ", done.output)

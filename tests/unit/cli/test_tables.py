@@ -19,6 +19,7 @@ from rich.console import Console
 from fusco.bench.alltoall import ExchangeRecord
 from fusco.bench.balance import BalancedBatch, BalanceRecord, CopiedExpert
 from fusco.bench.balancers import BalancerRecord
+from fusco.bench.decode.records import DecodeRecord
 from fusco.bench.explain import Balance, CarriedBytes, PlanRecord, RankLoad, ShuffleRecord as SegmentsRecord
 from fusco.bench.host.times import HostRecord
 from fusco.bench.offload.copies import OffloadRecord
@@ -29,6 +30,7 @@ from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRe
 from fusco.bench.simulation.papers import PaperRow
 from fusco.cli import (
     bench_alltoall,
+    bench_decode,
     bench_host,
     bench_links,
     bench_planning,
@@ -172,7 +174,15 @@ def print_prefill(console):
     case = {"batch": "ragged prompts", "routing": "random", "lengths": [], "errors": [], "iterations": [], "job": {}}
     given = {**case, "hardware": GPUS, "versions": {"torch": "2.11.0", "transformers": "5.9.1"}}
     records = [wide(PrefillRecord, variant=name, **given) for name in job.variants]
-    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console)
+    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console, explain=True)
+
+
+def print_decode(console):
+    job = SimpleNamespace(num_ranks=8, device="cuda", dtype="fp8", context=4096, routing="random", num_iterations=50)
+    job.shape, job.variants = MODEL, ("fusco", "fusco-masked", "allgather")
+    given = {"errors": [], "job": {}, "hardware": GPUS, "versions": {"torch": "2.11.0"}, "micro_batches": 2}
+    records = [wide(DecodeRecord, variant=name, tokens=n, **given) for n in (1, 512) for name in job.variants]
+    bench_decode._print(job, records, {"deep_ep": "deep_ep is not installed"}, console)
 
 
 def print_bench_schedule(console):
@@ -232,6 +242,7 @@ TABLES = {
     "offload": print_offload,
     "rails of a bench": print_rails,
     "prefill": print_prefill,
+    "decode": print_decode,
     "bench of schedules": print_bench_schedule,
     "plan": print_plan,
     "plan of a batch": print_batch,

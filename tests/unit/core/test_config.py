@@ -1,6 +1,7 @@
 """Settings and capacities out of range."""
 
 import dataclasses
+import itertools
 import re
 import socket
 from datetime import timedelta
@@ -9,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco import Capacity, Launch, Settings, StaticRows
+from fusco import Capacity, ExpertPlacement, Launch, RoutingSizes, Settings, StaticRows
+from law import Law
 
 
 @pytest.mark.parametrize(
@@ -112,3 +114,74 @@ def test_limits_of_messages_are_positive_integers(limit, error):
     assert StaticRows(4, max_rows_to_node=1).max_rows_to_node == 1
     with pytest.raises(error, match="max_rows_to_node"):
         StaticRows(4, max_rows_to_node=limit)
+
+
+@pytest.mark.parametrize(("limit", "error"), [(0, ValueError), (2**31, ValueError), (1.5, TypeError)])
+def test_rows_of_each_expert_are_positive_integers(limit, error):
+    assert StaticRows(rows_per_expert=4).rows_per_expert == 4
+    with pytest.raises(error, match=f"rows_per_expert must be .*, got {limit}"):
+        StaticRows(rows_per_expert=limit)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({}, "num_rows=None and rows_per_expert=None"),
+        ({"num_rows": 3, "rows_per_expert": 2}, "num_rows=3 and rows_per_expert=2"),
+    ],
+)
+def test_an_output_has_one_size(sizes, words):
+    with pytest.raises(ValueError, match=f"StaticRows takes either num_rows or rows_per_expert, got {words}"):
+        StaticRows(**sizes)
+
+
+def test_the_size_of_an_output():
+    assert (StaticRows(7).limit, StaticRows(7).num_slots(3)) == (7, 7)
+    masked = StaticRows(rows_per_expert=7)
+    assert (masked.limit, masked.num_slots(3), masked.num_slots(0)) == (7, 21, 0)
+
+
+SIZES = RoutingSizes(max_tokens_per_rank=5, world_size=4, num_topk=3, num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("skew", "alignment", "num_rows", "rows_per_expert"),
+    [
+        (None, 1, 40, 20),  # two experts of each rank: 4 * 5 tokens of two of them
+        (1.0, 1, 15, 8),  # 60 pairs
+        (1.5, 1, 23, 12),
+        (1.5, 8, 32, 16),  # 23 + 2 * 7 = 37 rows at most, in blocks of 8
+        (100.0, 1, 40, 20),
+        (100, 16, 64, 32),
+    ],
+)
+def test_a_size_from_the_skew_of_a_routing(skew, alignment, num_rows, rows_per_expert):
+    assert StaticRows.for_rank_load(SIZES, skew, alignment) == StaticRows(num_rows)
+    assert StaticRows.for_expert_load(SIZES, skew, alignment) == StaticRows(rows_per_expert=rows_per_expert)
+
+
+def test_a_size_for_any_routing_is_always_enough_and_may_be_needed():
+    """All tokens choose the two experts of rank 0, or one of them."""
+    placement = ExpertPlacement.contiguous(8, 4)
+    for ids, alignment in itertools.product(([[0, 1, 2]], [[0, 4, 6]]), (1, 8)):
+        law = Law([torch.tensor(ids * 5)] * 4, placement.expert_to_rank, alignment)
+        assert len(law.slots(0)) <= StaticRows.for_rank_load(SIZES, expert_alignment=alignment).num_rows
+    assert len(Law([torch.tensor([[0, 1, 2]] * 5)] * 4, placement.expert_to_rank).slots(0)) == 40
+
+
+@pytest.mark.parametrize(
+    ("skew", "error", "words"),
+    [(0.5, ValueError, "at least 1"), (float("nan"), ValueError, "at least 1"), ("2", TypeError, "a number")],
+)
+def test_a_skew_is_a_ratio_of_at_least_one(skew, error, words):
+    with pytest.raises(error, match=f"skew must be {words}.*, got '?{skew}"):
+        StaticRows.for_expert_load(SIZES, skew)
+    with pytest.raises(ValueError, match="expert_alignment must be positive, got 0"):
+        StaticRows.for_rank_load(SIZES, 2.0, 0)
+
+
+def test_sizes_of_a_routing_are_checked():
+    with pytest.raises(ValueError, match="6 experts are not the same number on each of 4 ranks"):
+        RoutingSizes(max_tokens_per_rank=1, world_size=4, num_topk=1, num_experts=6)
+    with pytest.raises(ValueError, match="num_topk must be positive, got 0"):
+        RoutingSizes(max_tokens_per_rank=1, world_size=1, num_topk=0, num_experts=6)

@@ -136,8 +136,11 @@ class TwinGpu(NullGpu):
     """Devices of threads, which have the memory of the others."""
 
     def share(self, memory, store_gather, ranks, name):
-        addresses = store_gather.all_gather(name, memory.data_ptr())
-        return SimpleNamespace(buffer_ptrs=[addresses[rank] for rank in ranks], get_buffer=lambda *_: memory)
+        gathered = store_gather.all_gather(name, memory.data_ptr())
+        addresses = [gathered[rank] for rank in ranks]
+        return SimpleNamespace(
+            buffer_ptrs=addresses, get_buffer=lambda index, size, dtype: at(addresses[index], dtype, size)
+        )
 
     def connect(self, store_gather, *_):
         return TwinNccl(store_gather)
@@ -217,6 +220,7 @@ def same(one, other) -> bool:
 CASES = {
     "exact": {},
     "static": {"static": StaticRows(NUM_RANKS * MAX_TOKENS * NUM_TOPK)},
+    "masked": {"static": StaticRows(rows_per_expert=4, on_overflow="drop")},
     "aligned": {"expert_alignment": 4},
     "no weights": {"has_weights": False},
     "two payloads": {"has_scales": True},
@@ -224,11 +228,20 @@ CASES = {
 }
 
 
+def is_undefined(sent) -> torch.Tensor:
+    """True for the rows that a dispatch leaves undefined, in their shape; blocks are not padded."""
+    counts, shape = sent.num_rows_per_expert, sent.handle.rows_shape
+    if sent.num_rows_per_expert_on_host is not None:
+        return torch.zeros(shape, dtype=torch.bool)
+    if len(shape) == 1:
+        return torch.arange(shape[0]) >= counts.sum()
+    return torch.arange(shape[1]) >= counts[:, None]
+
+
 def pair(comm, step, *, has_weights=True, has_scales=False, dtype=torch.float32, num_tokens=MAX_TOKENS, **options):
     x, ids, weights = inputs(comm.rank, step, num_tokens, dtype)
     payloads = [x, x[:, :3].contiguous()] if has_scales else x
     sent = comm.dispatch(payloads, ids, weights if has_weights else None, **options)
-    if options.get("static"):  # the rest is undefined
-        for payload in sent.payloads:
-            payload[int(sent.num_rows_per_expert.sum()) :] = 0
+    for payload in sent.payloads:
+        payload[is_undefined(sent)] = 0
     return sent, comm.combine(sent.rows * 2, sent.handle)

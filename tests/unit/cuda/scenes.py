@@ -54,6 +54,7 @@ class Scene:
     hidden: int = 5
     alignment: int = 1
     is_static: bool = False
+    rows_per_expert: int | None = None  # of masked rows; those that do not fit are dropped
     is_weighted: bool = True
     id_layout: str = "rows"
 
@@ -86,7 +87,13 @@ class Scene:
 
     @cached_property
     def law(self) -> Law:
-        return Law(self.case.world_topk_idx, self.placement.expert_to_rank, self.alignment)
+        return Law(self.case.world_topk_idx, self.placement.expert_to_rank, self.alignment, self.rows_per_expert)
+
+    def static(self, rank: int) -> StaticRows | None:
+        """Static rows of a rank."""
+        if self.rows_per_expert:
+            return StaticRows(rows_per_expert=self.rows_per_expert, on_overflow="drop")
+        return StaticRows(len(self.law.slots(rank)) + 2) if self.is_static else None
 
     @property
     def chosen_balancer(self) -> Balancer:
@@ -174,7 +181,7 @@ class Play:
             placement=scene.placement,
             balancer=scene.chosen_balancer,
             expert_alignment=scene.alignment,
-            static=StaticRows(len(scene.law.slots(rank)) + 2) if scene.is_static else None,
+            static=scene.static(rank),
             launch=Launch(),
         )
 
@@ -190,23 +197,29 @@ class Play:
         num_internode_rows = scene.law.num_internode_rows(scene.topology.rank_to_node)
         weight_bytes = 0 if self.weights is None else self.weights[0].element_size()
         metadata_bytes = routing_bytes_per_row(scene.case.num_topk, weight_bytes)
-        if scene.is_static and scene.num_nodes > 1:  # a row of every token for each other node
+        if scene.static(0) and scene.num_nodes > 1:  # a row of every token for each other node
             num_internode_rows = sum(map(scene.case.num_tokens, self._ranks)) * (scene.num_nodes - 1)
         assert sum(outcome.row_bytes for outcome in outcomes) == num_internode_rows * scene.row_bytes
         assert sum(outcome.metadata_bytes for outcome in outcomes) == num_internode_rows * metadata_bytes
 
     def _check_rows(self, rank: int, outcome: Outcome) -> None:
         law, plan = self.scene.law, outcome.plan
-        num_slots = len(law.slots(rank))
+        num_slots, is_masked = len(law.slots(rank)), law.rows_per_expert is not None
         assert plan.num_rows_per_expert.tolist() == law.counts(rank)
-        assert plan.num_rows_needed.tolist() == [num_slots]
+        assert plan.num_dropped_per_expert.tolist() == law.num_dropped(rank)
+        assert plan.num_rows_needed.tolist() == [max(map(len, law.wanted(rank)), default=0) if is_masked else num_slots]
         on_host = plan.num_rows_per_expert_on_host
         # Static rows, of which no host waits for anything, have no counts there.
-        assert (on_host is None) if self.scene.is_static else (on_host.tolist() == law.counts(rank))
+        assert (on_host is None) if self.scene.static(rank) else (on_host.tolist() == law.counts(rank))
         for what, outputs in outcome.moved.items():
             for p, output in enumerate(outputs):
                 expected = law.rows(rank, [payloads[p] for payloads in self.x[what]])
-                assert_same_bits(output[:num_slots], expected, f"payload {p} of {what} on rank {rank}")
+                if is_masked:
+                    assert output.shape[:2] == (len(law.counts(rank)), law.rows_per_expert)
+                    output = output.flatten(0, 1)  # noqa: PLW2901  the same rows
+                is_defined = ~law.undefined(rank)
+                name = f"payload {p} of {what} on rank {rank}"
+                assert_same_bits(output[:num_slots][is_defined], expected[is_defined], name)
         if self.weights is not None:
             expected = law.row_weights(rank, self.weights)
             assert_same_bits(plan.slot_weights[:num_slots], expected, f"weights by slot on rank {rank}")

@@ -107,11 +107,13 @@ class SimulatedKernel:
         experts = (args.num_experts,)
         to_local, to_rank = (self._at(table, _I32, experts) for table in (args.expert_to_local, args.expert_to_rank))
         num_local = args.num_local_experts
-        plan = plan_slots(ids, to_local, num_local, args.expert_alignment, args.max_slots)
+        limits = args.max_slots, args.rows_per_expert or None
+        plan = plan_slots(ids, to_local, num_local, args.expert_alignment, *limits)
         self._at(args.row_to_slots, _I32, ids.shape).copy_(plan.row_to_slots)
         self._at(args.num_rows_per_expert, torch.int64, (num_local,)).copy_(plan.num_rows_per_expert)
         needed = torch.tensor([plan.num_slots_needed], dtype=_I32)
-        self._at(args.block_to_first_slot, _I32, (num_local + 2,)).copy_(torch.cat([plan.block_to_first_slot, needed]))
+        blocks = [plan.block_to_first_slot, plan.block_to_end_slot, plan.num_dropped_per_expert, needed]
+        self._at(args.block_to_first_slot, _I32, (3 * num_local + 1,)).copy_(torch.cat(blocks))
         marks = torch.cat([mark_ranks(of_source[src], to_rank) for src in args.held[: args.num_held]])
         self._at(args.token_to_ranks, _I32, marks.shape).copy_(marks)
         if dtype := _WEIGHTS.get(self._constants["WEIGHT_BYTES"]):
@@ -124,8 +126,11 @@ class SimulatedKernel:
             if wrong and (args.ticket or bad.src < 0):
                 (bad.token, bad.k), bad.id, bad.src = wrong[0], int(of[tuple(wrong[0])]), src
                 break
-        if plan.num_slots_needed > args.max_slots and args.is_overflow_reported and not report.overflow_needed:
-            report.overflow_limit, report.overflow_needed = args.max_slots, plan.num_slots_needed
+        limit = args.rows_per_expert or args.max_slots
+        if plan.num_slots_needed > limit and args.is_overflow_reported and not report.overflow_needed:
+            report.overflow_limit, report.overflow_needed = limit, plan.num_slots_needed
+            wanted = (plan.num_rows_per_expert + plan.num_dropped_per_expert).tolist()
+            report.overflow_expert = 1 + wanted.index(plan.num_slots_needed) if args.rows_per_expert else 0
         report.num_slots = plan.num_slots_needed
         if args.ticket:
             counts = (ctypes.c_int32 * num_local).from_address(args.reported_counts)
@@ -187,20 +192,20 @@ class SimulatedKernel:
         slots = [self._slots_of(args, src) for src in ranks]
         assert args.longest == max(map(len, slots))
         num_local = args.num_local_experts
-        firsts = self._at(args.block_to_first_slot, _I32, (num_local + 1,)).tolist()
+        firsts, ends = self._at(args.block_to_first_slot, _I32, (2, num_local)).tolist()
         counts = self._at(args.num_rows_per_expert, torch.int64, (num_local,)).tolist()
         for p, row_bytes in enumerate(self._row_bytes()):
             for src in ranks:
                 at = args.rows[p] if src == comm.rank else comm.arena[comm.rank] + args.received[src][p]
                 assert at % vector_bytes(row_bytes) == 0, "an access that is not aligned"
                 rows = self._at(at, torch.uint8, (len(slots[src]), row_bytes))
-                num_slots = int(slots[src].max()) + 1 if slots[src].numel() else 0
+                num_slots = max(0, int(slots[src].max()) + 1) if slots[src].numel() else 0
                 scattered = scatter_rows(rows, slots[src], num_slots)
                 filled = slots[src][slots[src] >= 0].long()
                 output = self._at(args.outputs[p], torch.uint8, (num_slots, row_bytes))
                 output[filled] = scattered[filled]
             for expert in range(num_local):
-                begin, end = firsts[expert] + counts[expert], firsts[expert + 1]
+                begin, end = firsts[expert] + counts[expert], ends[expert]
                 self._at(args.outputs[p] + begin * row_bytes, torch.uint8, (end - begin, row_bytes)).zero_()
 
     def _combine_rows(self, stream: Stream, args: Any) -> None:

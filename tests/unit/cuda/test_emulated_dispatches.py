@@ -31,7 +31,7 @@ def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, orde
         requests = [repeated.request(at.rank, number, dtype, num_tokens) for number, dtype in enumerate(dtypes)]
         sent = [dispatch(at, request) for request in requests]
         for number, (rows, plan) in enumerate(sent):
-            end = int(plan.tables.block_to_first_slot[-1])
+            end = int(plan.tables.block_to_end_slot[-1])
             assert torch.equal(plan.slot_weights[:end].double(), rows[:end]), f"dispatch {number} on rank {at.rank}"
             assert (rows[:end] // 1000 == number).all()
 
@@ -73,7 +73,7 @@ def test_epochs_wrap_around(folder, order, age):
         for number in range(6):
             request = repeated.request(at.rank, number, torch.float32)
             rows, plan = dispatch(at, request)
-            assert (rows[: int(plan.tables.block_to_first_slot[-1])] // 1000 == number).all()
+            assert (rows[: int(plan.tables.block_to_end_slot[-1])] // 1000 == number).all()
             out = at.combine(plan, rows[:, None].clone(), is_weighted=False)
             num_terms = out[:, 0] / request.payloads[0]
             assert torch.equal(num_terms, num_terms.round())

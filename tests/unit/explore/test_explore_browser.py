@@ -1,12 +1,6 @@
-"""The page in Chromium, from a file and without a network: numbers, keyboard, colours, widths, accessibility.
+"""The page in Chromium, from a file and without a network: numbers, keyboard, colours, widths, accessibility."""
 
-Needs the packages playwright and axe-playwright-python, and a browser: ``FUSCO_BROWSER``, chromium-headless-shell,
-chromium or google-chrome. Without them the tests are skipped; in CI (``CI=true``) they fail.
-"""
-
-import os
 import re
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,30 +12,7 @@ from fusco.explore import Page, write_page
 from fusco.explore.records import record_views
 from fusco.placement import Balance
 
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 OPENS_MS = 2000
-
-
-def lacking(reason):
-    """Skip, but fail in CI, which must have a browser."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"CI runs these tests: {reason}")
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright  # noqa: PLC0415  it is optional
-    except ImportError:
-        lacking("playwright is not installed")
-    path = os.environ.get("FUSCO_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        lacking(f"there is no browser: none of {', '.join(BROWSERS)}, and FUSCO_BROWSER is not set")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +109,7 @@ def test_there_is_no_violation_of_accessibility(show, name, width, scheme):
     try:
         from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415  it is optional
     except ImportError:
-        lacking("axe-playwright-python is not installed")
+        pytest.skip("axe-playwright-python is not installed")
     page = show(name, width, scheme)
     if name != "64x8":
         open_tables(page)

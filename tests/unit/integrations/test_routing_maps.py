@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco.integrations.hybrid_ep import HybridEPBuffer
+from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 from fusco.integrations.routing_maps import RoutingMaps
 
 ALL = torch.ones(3, 8, dtype=torch.bool)

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from fusco.cli.main import app
-from fusco.integrations import deep_ep_buffer, hybrid_ep
-from fusco.integrations.elastic_buffer import ElasticBuffer
-from fusco.integrations.events import EventHandle, EventOverlap
+from fusco.integrations.deep_ep import buffer as deep_ep_buffer, hybrid_ep_buffer as hybrid_ep
+from fusco.integrations.deep_ep.ep_buffer import EPBuffer
+from fusco.integrations.deep_ep.events import EventHandle, EventOverlap
 
 _ASYNC = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
 _DISPATCH = (
@@ -54,34 +54,34 @@ SIGNATURES = {
     "Buffer.dispatch": f"{_DISPATCH}, num_worst_tokens=0, config=None, {_ASYNC}",
     "Buffer.combine": f"x, handle, topk_weights=None, bias=None, config=None, {_ASYNC}",
 }
-_V2_EVENTS = (
-    "previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False, "
-    "allocate_on_comm_stream=False"
-)
-# DeepEP 2.1 at dd758ca (deep_ep/buffers/elastic.py).
+_V2_EVENTS = "previous_event=None, async_with_compute_stream=False, allocate_on_comm_stream=False"
+# DeepEP 2.5 (deep_ep_v25/buffers/ep.py of sgl-deep-ep-v25 0.1.0rc0), then what 2.1 at dd758ca had more
+# (deep_ep/buffers/elastic.py), by name. ``do_handle_copy=None`` is the default of each version.
 SIGNATURES |= {
-    "ElasticBuffer.__init__": "group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, "
-    "num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True, "
-    "prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300, "
-    "num_gpu_timeout_secs=100, explicitly_destroy=False",
-    "ElasticBuffer.destroy": "",
-    "ElasticBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False, "
+    "EPBuffer.__init__": "group, num_bytes=None, num_max_tokens_per_rank=0, hidden=0, num_topk=0, "
+    "use_fp8_dispatch=False, lb_allocation_plan_or_num_bytes=0, deterministic=False, allow_hybrid_mode=True, "
+    "allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=None, num_allocated_qps=0, "
+    "num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, explicitly_destroy=False, num_cpu_bytes=0",
+    "EPBuffer.destroy": "",
+    "EPBuffer.get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False, "
     "allow_hybrid_mode=True, allow_multiple_reduction=True",
-    "ElasticBuffer.barrier": "use_comm_stream=True, with_cpu_sync=False, sequential=True",
-    "ElasticBuffer.capture": "",
-    "ElasticBuffer.get_comm_stream": "",
-    "ElasticBuffer.get_physical_domain_size": "",
-    "ElasticBuffer.get_logical_domain_size": "",
-    "ElasticBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
-    "sm_read_gbs=200, sm_write_gbs=50",
-    "ElasticBuffer.get_theoretical_num_qps": "num_sms",
-    "ElasticBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
+    "EPBuffer.barrier": "wait_comm_stream=True, with_cpu_sync=False, sequential=True, context_idx=None, "
+    "use_comm_stream=True",
+    "EPBuffer.capture": "",
+    "EPBuffer.get_comm_stream": "",
+    "EPBuffer.get_physical_domain_size": "",
+    "EPBuffer.get_logical_domain_size": "",
+    "EPBuffer.get_theoretical_num_sms": "num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, "
+    "sm_read_gbs=0, sm_write_gbs=0",
+    "EPBuffer.get_theoretical_num_qps": "num_sms",
+    "EPBuffer.dispatch": "x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, "
     "num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, "
-    f"{_V2_EVENTS}, handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False, "
-    "use_tma_aligned_col_major_sf=False",
-    "ElasticBuffer.combine": f"x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, {_V2_EVENTS}",
+    f"{_V2_EVENTS}, handle=None, do_handle_copy=None, do_cpu_sync=None, do_expand=False, do_zero_padding=False, "
+    "use_tma_aligned_col_major_sf=False, defer_epilogue=False, previous_event_before_epilogue=None",
+    "EPBuffer.combine": f"x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, {_V2_EVENTS}, "
+    "defer_epilogue=False, previous_event_before_epilogue=None",
 }
-CLASSES = {"HybridEPBuffer": hybrid_ep.HybridEPBuffer, "Buffer": deep_ep_buffer.Buffer, "ElasticBuffer": ElasticBuffer}
+CLASSES = {"HybridEPBuffer": hybrid_ep.HybridEPBuffer, "Buffer": deep_ep_buffer.Buffer, "EPBuffer": EPBuffer}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -100,12 +100,16 @@ def test_the_module_is_found_first_and_has_the_second_version_on_request():
         "from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map\n"
         "print(deep_ep.__version__, deep_ep.Buffer.__module__, deep_ep.HybridEPBuffer is HybridEPBuffer)\n"
         "print(hasattr(deep_ep, 'ElasticBuffer'))\n"
+        "try:\n"
+        "    deep_ep.PPBuffer\n"
+        "except AttributeError as error:\n"
+        "    print(error)\n"
         "for requested in ('1', 'yes'):\n"
         "    del sys.modules['deep_ep']\n"
         "    os.environ['FUSCO_ELASTIC_BUFFER'] = requested\n"
         "    try:\n"
         "        import deep_ep\n"
-        "        print(hasattr(deep_ep, 'ElasticBuffer'))\n"
+        "        print(issubclass(deep_ep.ElasticBuffer, deep_ep.EPBuffer), deep_ep.EPHandle.__name__)\n"
         "    except ValueError as error:\n"
         "        print(error)\n"
     )
@@ -114,8 +118,9 @@ def test_the_module_is_found_first_and_has_the_second_version_on_request():
     first, *rest = done.stdout.splitlines()
     version, *others = first.split()
     assert version.startswith("1.2.1+fusco.")
-    assert others == ["fusco.integrations.deep_ep_buffer", "True"]
-    assert rest == ["False", "True", "FUSCO_ELASTIC_BUFFER must be 0 or 1, got 'yes'"]
+    assert others == ["fusco.integrations.deep_ep.buffer", "True"]
+    assert rest.pop(1) == "fusco's deep_ep has expert parallelism only, not PPBuffer"
+    assert rest == ["False", "True EPHandle", "FUSCO_ELASTIC_BUFFER must be 0 or 1, got 'yes'"]
 
 
 def test_the_command_lists_modules_and_refuses_others():

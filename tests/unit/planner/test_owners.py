@@ -58,11 +58,11 @@ def test_rows_are_divided_by_given_quotas():
 
 def test_invalid_ids_stay_invalid_and_can_be_named():
     tables = OwnerTables.of(ExpertPlacement.replicated([[0, 1, -1], [1, -1, 0]]), 0, Topology.of_equal_nodes(2, 2))
-    ids = torch.tensor([[2, 5], [6, -2], [-1, 0], [2**31 - 1, 2**40], [-(2**31) + 7, 1]])
+    ids = torch.tensor([[2, 5], [6, -2], [-1, 0], [2**31 - 1, 2**40], [-(2**31) + 7, 1], [-(2**31), 0]])
     chosen = choose_owners(ids, tables)
-    assert chosen.tolist() == [[2 + UNPLACED, 5 + UNPLACED], [6, -2], [-1, 0], [2**31 - 1, 2**40], [-(2**31) + 7, 1]]
+    assert chosen.tolist() == [[2 + UNPLACED, 5 + UNPLACED], *ids[1:].tolist()]
     invalid = (chosen < -1) | (chosen >= 6)
-    assert [logical_id(each, 6) for each in chosen[invalid].tolist()] == ids[invalid].tolist()
+    assert [logical_id(each, 2, 6) for each in chosen[invalid].tolist()] == ids[invalid].tolist()
 
 
 def test_one_place_of_each_expert_in_order_needs_no_choice():

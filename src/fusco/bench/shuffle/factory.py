@@ -19,7 +19,7 @@ from fusco.bench.shuffle.no_engine import NoEngineShuffle
 from fusco.bench.shuffle.no_planner import expand, sum_copies
 from fusco.bench.shuffle.peers import BufferShuffle, ElasticBufferShuffle
 from fusco.bench.shuffle.run import ShuffleRun
-from fusco.bench.shuffle.variants import WITHOUT_LANES, balancer_of
+from fusco.bench.shuffle.variants import WITHOUT_LANES, balancer_of, is_of_caller, load_of_caller
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.planner.balancer import BALANCERS
@@ -77,7 +77,8 @@ class ShuffleFactory(ExitStack):
         """Return the variant of this name, on this rank's part of the input of all ranks."""
         rank = self.group.rank()
         routing = Routing(world.topk_idx[rank], world.topk_weights[rank])
-        return MAKERS[variant](self, RankInput(workload, world.rows[rank], routing))
+        make = partial(_of_caller, name=variant) if is_of_caller(variant) else MAKERS[variant]
+        return make(self, RankInput(workload, world.rows[rank], routing))
 
     def communicator(self, balancer: str | None = None, max_tokens: int | None = None) -> Communicator:
         """Return a communicator with the run's balancer and number of tokens, unless others are given."""
@@ -140,12 +141,24 @@ class ShuffleFactory(ExitStack):
 def _explicit(shuffle: Any, rank: RankInput, **traits: Any) -> Shuffle:
     """Return a variant whose ``dispatch`` is given rows and routing."""
     arguments = (rank.x, rank.routing.topk_idx, rank.routing.topk_weights)
-    return Shuffle(lambda: shuffle.dispatch(*arguments), shuffle.combine, lambda: shuffle.profile, **traits)
+    return Shuffle(
+        lambda: shuffle.dispatch(*arguments),
+        shuffle.combine,
+        lambda: getattr(shuffle, "profile", CallProfile()),
+        **traits,
+    )
 
 
 def _baseline(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     load = rank.workload
     return _explicit(BaselineShuffle(factory.group, load.placement, load.topology, rank.x.device), rank)
+
+
+def _of_caller(factory: ShuffleFactory, rank: RankInput, name: str) -> Shuffle:
+    """Return what the function ``name`` makes of a group, a placement, a topology and a device."""
+    load = rank.workload
+    shuffle = load_of_caller(name)(factory.group, load.placement, load.topology, rank.x.device)
+    return _explicit(shuffle, rank, num_roundings=_PARTS_OF_RANKS)
 
 
 def _no_engine(factory: ShuffleFactory, rank: RankInput) -> Shuffle:

@@ -9,7 +9,7 @@ import numpy as np
 from fusco.bench.inputs.matrices import rows_of_routing
 from fusco.bench.inputs.traffic import Workload
 from fusco.bench.shuffle.no_planner import expand
-from fusco.bench.shuffle.variants import balancer_of, has_fixed_messages
+from fusco.bench.shuffle.variants import balancer_of, has_fixed_messages, is_of_caller
 from fusco.core.lanes import IntArray
 from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.balancer import BALANCERS
@@ -20,8 +20,10 @@ def internode_rows(variant: str, workload: Workload, balancer: str, device: str 
     """Return the rows that each rank sends to each rank of another node in a dispatch, int64 (world_size, world_size).
 
     A combine sends as many in the other direction. ``balancer`` is the run's, a name of ``fusco.BALANCERS``; some
-    variants use another one, or none.
+    variants use another one, or none. What a variant of the caller sends is not known: zeros.
     """
+    if is_of_caller(variant):
+        return np.zeros([workload.topology.world_size] * 2, np.int64)
     if variant == "baseline":
         node = np.array(workload.topology.rank_to_node)
         return np.where(node[:, None] != node, rows_of_routing(workload), 0)

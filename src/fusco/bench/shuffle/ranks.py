@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
+from fusco.bench.harness.capture import captured
 from fusco.bench.harness.links import DevicePeaks, LinkPeaks, measure_device_links, measure_links
 from fusco.bench.harness.rounds import measure_in_turn
 from fusco.bench.harness.stopwatch import CoreTimes, RankTimer
@@ -219,7 +219,7 @@ class _Measurement:
             expected, _ = expected_rows(WorldInput(as_bytes, world.topk_idx, world.topk_weights), experts)
             if not torch.equal(seen.view(torch.uint8)[: len(expected)], expected):
                 errors.append(f"rank {comm.rank}: dispatched float8 {name} are wrong")
-        with _captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
+        with captured(lambda: comm.dispatch(payloads, ids, weights, static=static, launch=launch)) as replay:
             return errors, DeviceTimes(dispatch_ms=self._timer.times_ms(replay, self._run.num_iterations))
 
 
@@ -232,22 +232,11 @@ def _time(shuffle: Shuffle, timer: RankTimer, num_iterations: int) -> DeviceTime
     }
     times = DeviceTimes()
     for name, work in parts.items():
-        with _captured(work) if shuffle.is_graph else nullcontext(work) as call:
+        with captured(work) if shuffle.is_graph else nullcontext(work) as call:
             setattr(times, name, timer.times_ms(call, num_iterations))
             if name == "total_ms":
                 times.loop_ms, times.idle_ms = timer.loop_times_ms(call), timer.idle_times_ms(call, num_iterations)
     return times
-
-
-@contextmanager
-def _captured(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    yield graph.replay
-    torch.cuda.synchronize()
 
 
 def _profile_kernels(shuffle: Shuffle, timer: RankTimer) -> dict[str, float]:

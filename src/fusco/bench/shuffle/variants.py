@@ -6,7 +6,9 @@ The command line reads them, so this loads no torch; ``fusco.bench.shuffle.facto
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 from collections.abc import Sequence
+from typing import Any
 
 # What each is, shown below tables.
 VARIANTS = {
@@ -32,6 +34,22 @@ PEERS = ("deep_ep", "deep_ep_v2")
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
 
 
+def is_of_caller(variant: str) -> bool:
+    """Return whether a variant is named by its importable function, such as ``"package.module:function"``."""
+    return ":" in variant
+
+
+def load_of_caller(variant: str) -> Any:
+    """Return the function that a variant of the caller names; ``ValueError`` if there is none."""
+    try:
+        make = pkgutil.resolve_name(variant)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"variant {variant!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
+    if not callable(make):
+        raise ValueError(f"variant {variant!r} is a {type(make).__name__}, not a function or a class")  # noqa: TRY004  of the command line
+    return make
+
+
 def has_fixed_messages(variant: str, device: str) -> bool:
     """Return whether a variant sends a row of every token to each other node, whatever the routing."""
     return device == "cuda" and variant in ("fusco-static", "fusco-graph")
@@ -43,7 +61,7 @@ def balancer_of(variant: str, balancer: str, device: str) -> str:
     >>> [balancer_of(variant, "lanes", "cpu") for variant in ("fusco", "no-engine", "no-balancer")]
     ['lanes', 'send-and-receive', 'static']
     """
-    if variant == "baseline":
+    if variant == "baseline" or is_of_caller(variant):
         return "none"
     if variant == "no-balancer" or has_fixed_messages(variant, device):
         return "static"
@@ -67,9 +85,12 @@ def choose_variants(
     if with_ablation and not set(ABLATION) <= {*default, *others}:
         raise ValueError(f"the ablation needs traffic between nodes, but there is {num_nodes} node: pass --nodes")
     for name in selected:
-        if name not in (*default, *others):
+        if name not in (*default, *others) and not is_of_caller(name):
             where = f"{device} with {num_nodes} node{'s' if num_nodes > 1 else ''}"
-            raise ValueError(f"variant {name!r} is not one of those on {where}: {', '.join((*default, *others))}")
+            raise ValueError(
+                f"variant {name!r} is not one of those on {where}: {', '.join((*default, *others))}; "
+                "nor a function of yours, as package.module:function"
+            )
     return tuple(dict.fromkeys((*(selected or default), *(ABLATION if with_ablation else ()))))
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from fusco.core.compiled import compiled
+from fusco.core.config import StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.planner.distribution import ExpertDistribution, NodeRouting
 
@@ -30,14 +31,15 @@ def plan_pairs(
     rank: int,
     rank_to_local: tuple[int, ...],
     expert_alignment: int = 1,
-    static_rows: int | None = None,
+    static: StaticRows | None = None,
 ) -> PlannedPairs:
     """Assign each (row, k) whose expert is on ``rank`` its slot, and mark the local ranks that need each row.
 
     Blocks are in order of local expert, each rounded up to ``expert_alignment`` rows. Rows inside a block are in order
     of (source rank, token, k): a stable counting sort by expert, since the rows are already in that order. With
-    ``static_rows`` the output has that many rows, and pairs with a slot beyond them are dropped. ``rank_to_local`` has
-    the local ranks of the ranks of this node, -1 for others (``Topology.locals_of``).
+    ``static`` rows the output has a fixed size, and pairs with a slot beyond it are dropped; with ``rows_per_expert``
+    the block of local expert ``e`` begins at slot ``e * rows_per_expert``. ``rank_to_local`` has the local ranks of the
+    ranks of this node, -1 for others (``Topology.locals_of``).
 
     Rank 0 owns experts 0 and 1; source 0 has tokens ``[1, 0]`` and ``[1, 2]``, source 1 has ``[0, -1]``.
 
@@ -46,8 +48,14 @@ def plan_pairs(
     >>> plan = plan_pairs(routing, placement, rank=0, rank_to_local=(0, 1)).distribution
     >>> plan.pair_to_row.tolist(), plan.pair_to_k.tolist(), plan.pair_to_slot.tolist()
     ([0, 0, 1, 2], [0, 1, 0, 0], [2, 0, 3, 1])
-    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot
-    ([2, 2], (0, 2, 4))
+    >>> plan.num_rows_per_expert.tolist(), plan.block_to_first_slot, plan.block_to_end_slot
+    ([2, 2], (0, 2), (2, 4))
+
+    With one row for each expert, the second of either is dropped:
+
+    >>> plan = plan_pairs(routing, placement, 0, (0, 1), static=StaticRows(rows_per_expert=1)).distribution
+    >>> plan.pair_to_row.tolist(), plan.pair_to_slot.tolist(), plan.num_dropped_per_expert.tolist()
+    ([0, 0], [1, 0], [1, 1])
     """
     device = routing.topk_idx.device
     num_experts, num_rows = len(placement.rank_to_experts[rank]), len(routing.topk_idx)
@@ -55,18 +63,30 @@ def plan_pairs(
         placement.local_index_table(rank, device).numpy(),
         placement.membership_table(rank_to_local, device).numpy(),
         np.zeros(num_experts, np.int64),
-        np.zeros(num_experts + 1, np.int64),
+        np.zeros(num_experts, np.int32),
+        np.zeros(num_experts, np.int64),
+        np.zeros(num_experts, np.int64),
         np.empty(num_rows + 1, np.int64),
         np.zeros((num_rows, max(rank_to_local) + 1), np.bool_),
     )
-    limit = -1 if static_rows is None else static_rows
-    num_pairs, num_needed = _count_rows(routing.topk_idx.numpy(), tables, expert_alignment, limit)
+    rows_per_expert = static.rows_per_expert if static else None
+    limits = (-1 if static is None else static.num_slots(num_experts), rows_per_expert or 0)
+    num_pairs, num_needed = _count_rows(routing.topk_idx.numpy(), tables, expert_alignment, *limits)
     pairs = np.empty((3, num_pairs), np.int64)
     _assign_slots(routing.topk_idx.numpy(), tables, pairs)
     to_row, to_k, to_slot = torch.from_numpy(pairs)
-    counts, first_slots = torch.from_numpy(tables.num_rows_per_expert), tuple(tables.block_to_first_slot.tolist())
-    num_slots = num_needed if static_rows is None else static_rows
-    distribution = ExpertDistribution(to_row, to_k, to_slot, counts, first_slots, num_needed, num_slots)
+    distribution = ExpertDistribution(
+        to_row,
+        to_k,
+        to_slot,
+        torch.from_numpy(tables.num_rows_per_expert),
+        torch.from_numpy(tables.num_dropped_per_expert),
+        tuple(tables.block_to_first_slot.tolist()),
+        tuple(tables.block_to_end_slot.tolist()),
+        num_needed,
+        num_needed if static is None else limits[0],
+        rows_per_expert,
+    )
     return PlannedPairs(distribution, *map(torch.from_numpy, (tables.row_to_first_pair, tables.row_to_locals)))
 
 
@@ -76,15 +96,20 @@ class _Tables(NamedTuple):
     expert_to_index: npt.NDArray[np.int64]
     expert_to_local: npt.NDArray[np.int64]
     num_rows_per_expert: npt.NDArray[np.int64]
+    num_dropped_per_expert: npt.NDArray[np.int32]
     block_to_first_slot: npt.NDArray[np.int64]
+    block_to_end_slot: npt.NDArray[np.int64]
     row_to_first_pair: npt.NDArray[np.int64]
     row_to_locals: npt.NDArray[np.bool_]
 
 
 @compiled(nogil=True)
-def _count_rows(topk_idx: Any, tables: Any, alignment: int, static_rows: int) -> Any:
-    """Fill all tables but ``row_to_first_pair``; return the number of pairs kept and of slots needed."""
-    num_rows, blocks = tables.num_rows_per_expert, tables.block_to_first_slot
+def _count_rows(topk_idx: Any, tables: Any, alignment: int, num_slots: int, rows_per_expert: int) -> Any:
+    """Fill all tables but ``row_to_first_pair``; return the number of pairs kept and of slots needed.
+
+    ``num_slots`` is -1 for as many as needed, ``rows_per_expert`` 0 for blocks that follow each other.
+    """
+    num_rows = tables.num_rows_per_expert
     for row in range(topk_idx.shape[0]):
         for k in range(topk_idx.shape[1]):
             expert = topk_idx[row, k]  # -1 is the last entry of the tables
@@ -92,14 +117,21 @@ def _count_rows(topk_idx: Any, tables: Any, alignment: int, static_rows: int) ->
                 tables.row_to_locals[row, tables.expert_to_local[expert]] = True
             if tables.expert_to_index[expert] >= 0:
                 num_rows[tables.expert_to_index[expert]] += 1
+    first, needed = 0, 0  # of the next block; slots, or rows of the expert with the most
     for expert in range(num_rows.size):
-        blocks[expert + 1] = blocks[expert] + (num_rows[expert] + alignment - 1) // alignment * alignment
-    needed = blocks[-1]
-    if 0 <= static_rows < needed:
-        for expert in range(blocks.size):
-            blocks[expert] = min(blocks[expert], static_rows)
-        for expert in range(num_rows.size):
-            num_rows[expert] = min(num_rows[expert], static_rows - blocks[expert])
+        wanted = num_rows[expert]
+        padded = (wanted + alignment - 1) // alignment * alignment
+        if rows_per_expert > 0:
+            first, end, needed = expert * rows_per_expert, (expert + 1) * rows_per_expert, max(needed, wanted)
+        else:
+            needed = end = first + padded
+            if num_slots >= 0:
+                first, end = min(first, num_slots), min(end, num_slots)
+        num_rows[expert] = min(wanted, end - first)
+        tables.num_dropped_per_expert[expert] = wanted - num_rows[expert]
+        tables.block_to_first_slot[expert] = first
+        tables.block_to_end_slot[expert] = min(end, first + padded)
+        first = needed
     return num_rows.sum(), needed
 
 

@@ -150,7 +150,7 @@ class InternodeShuffle:
         transfer = Transfer(payloads=payloads, launch=_with_sms(request.launch), stream=stream, call=call)
         arrivals = list(self._sender.send(transfer, plan.forwarding, plan.traffic))
         rows = self._own_rows.scatter(plan, plan.own_rows, transfer)
-        self._scatter_slices(plan, transfer, rows, arrivals)
+        self._scatter_slices(plan, transfer, rows, arrivals, plan.num_slots)
         return rows
 
     def combine(
@@ -261,13 +261,14 @@ class InternodeShuffle:
         with profile.spend("wire"):
             arrivals += sending
         # Where a bound on the output is affordable, its size is read while rows move.
-        bound = request.static.num_rows if request.static else affordable_bound_of(plan, request, transfer.row_bytes)
-        if not bound:
+        bound = None if request.static else affordable_bound_of(plan, request, transfer.row_bytes)
+        if not (request.static or bound):
             self._size_exactly(plan, profile)
+        num_slots = bound or plan.num_slots
         with profile.spend("wire"):
-            rows = self._own_rows.scatter(plan, plan.own_rows, transfer, bound)
-            self._scatter_slices(plan, transfer, rows, arrivals)
-        if bound and not request.static:
+            rows = self._own_rows.scatter(plan, plan.own_rows, transfer, num_slots)
+            self._scatter_slices(plan, transfer, rows, arrivals, num_slots)
+        if bound:
             self._size_exactly(plan, profile)
             narrowed(rows, plan.num_slots)
         return DispatchOutput(plan, rows)
@@ -313,6 +314,7 @@ class InternodeShuffle:
         transfer: Transfer,
         outputs: Sequence[torch.Tensor],
         arrivals: Sequence[torch.cuda.Event],
+        num_slots: int,
     ) -> None:
         traffic, stream = plan.traffic, transfer.stream
         sizes = list(map(row_bytes, transfer.payloads))
@@ -322,7 +324,7 @@ class InternodeShuffle:
         for number, (held, arrival) in enumerate(zip(plan.slices(rows_per_slice), arrivals, strict=True)):
             stream.wait_event(arrival)
             moved = [
-                Payload(start + first_row * size, size, output.data_ptr(), len(output))
+                Payload(start + first_row * size, size, output.data_ptr(), num_slots)
                 for start, size, output in zip(starts, sizes, outputs, strict=True)
             ]
             self._own_rows.scatter_held(f"slice {number}", plan, held, moved, transfer)

@@ -30,6 +30,7 @@ class Report(ctypes.Structure):
         ("bad_static", BadPair),
         *((name, I32) for name in ("overflow_needed", "overflow_limit")),
         ("begun", U32),
+        ("overflow_expert", I32),
     ]
 
 

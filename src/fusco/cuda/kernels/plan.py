@@ -54,6 +54,7 @@ class PlanTerms(NamedTuple):
     max_slots: int  # slots of the output
     is_overflow_reported: bool  # True if more rows than slots are an error
     num_sms: int | None  # maximum number of SMs; ``None`` means those of the device
+    rows_per_expert: int = 0  # slots of each expert, if they have a fixed number
     is_followed_early: bool = False  # True if the next kernel pushes rows while this one waits for ranks
 
 
@@ -75,7 +76,7 @@ class PlanShape:
             "num_rows_per_expert": 8 * self.num_local_experts,
             "weights": num_pairs * self.weight_bytes,
             "row_to_slots": 4 * num_pairs,
-            "block_to_first_slot": 4 * (self.num_local_experts + 2),
+            "block_to_first_slot": 4 * (3 * self.num_local_experts + 1),
             "token_to_ranks": 4 * self.num_held_rows,
         }
         aligned = (-(-size // 16) * 16 for size in sizes.values())
@@ -91,8 +92,8 @@ class PlanTensors:
     """Tensors of a plan in one run of memory, made when first used: kernels need none.
 
     ``row_to_slots`` and ``weights`` are in order of source, ``token_to_ranks`` in order of ``PlannedRows.held``; see
-    ``RowAddresses``. ``block_to_first_slot`` has the first slot of each local expert's block, then the end of the last:
-    int32 (num_local_experts + 1,).
+    ``RowAddresses``. ``block_to_first_slot`` has the first slot of each local expert's block, ``block_to_end_slot`` its
+    end with the padding of zeros: int32 (num_local_experts,).
 
     Attributes:
         shape: sizes and offsets.
@@ -135,11 +136,23 @@ class PlanTensors:
 
     @cached_property
     def block_to_first_slot(self) -> torch.Tensor:
-        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[:-1]
+        return self._blocks[: self.shape.num_local_experts]
+
+    @cached_property
+    def block_to_end_slot(self) -> torch.Tensor:
+        return self._blocks[self.shape.num_local_experts : 2 * self.shape.num_local_experts]
+
+    @cached_property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        return self._blocks[2 * self.shape.num_local_experts : -1]
 
     @cached_property
     def num_rows_needed(self) -> torch.Tensor:
-        return self._view("block_to_first_slot", torch.int32, (self.shape.num_local_experts + 2,))[-1:]
+        return self._blocks[-1:]
+
+    @property
+    def _blocks(self) -> torch.Tensor:
+        return self._view("block_to_first_slot", torch.int32, (3 * self.shape.num_local_experts + 1,))
 
     @cached_property
     def token_to_ranks(self) -> torch.Tensor:
@@ -188,8 +201,16 @@ class PlannedRows:
 
     @property
     def num_rows_needed(self) -> torch.Tensor:
-        """Slots that all rows need, padding included, even if there are fewer: int32 (1,)."""
+        """Slots that all rows need, padding included, even if there are fewer: int32 (1,).
+
+        With ``PlanTerms.rows_per_expert`` the rows of the expert with the most.
+        """
         return self.tables.num_rows_needed
+
+    @property
+    def num_dropped_per_expert(self) -> torch.Tensor:
+        """Rows of each local expert that have no slot, int32 (num_local_experts,)."""
+        return self.tables.num_dropped_per_expert
 
 
 @cache
@@ -207,7 +228,7 @@ def plan_type(num_ranks: int, num_nodes: int = 1) -> type[ctypes.Structure]:
         (I32 * num_sources, "publishers"),
         (I32 * num_nodes, "published"),
         (I32 * (num_sources - num_ranks + 1), "held"),
-        (I32, "num_held num_experts num_local_experts expert_alignment max_slots is_overflow_reported"),
+        (I32, "num_held num_experts num_local_experts expert_alignment max_slots rows_per_expert is_overflow_reported"),
         (I32, "is_followed_early"),
     )
 
@@ -282,6 +303,7 @@ def _prepare(
         num_local_experts=tables.num_local_experts,
         expert_alignment=terms.expert_alignment,
         max_slots=terms.max_slots,
+        rows_per_expert=terms.rows_per_expert,
         is_overflow_reported=terms.is_overflow_reported,
         is_followed_early=terms.is_followed_early,
     )

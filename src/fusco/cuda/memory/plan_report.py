@@ -19,6 +19,14 @@ class InvalidPair(NamedTuple):
     expert: int
 
 
+class Overflow(NamedTuple):
+    """A plan that needed more than there was: slots, or rows of one local expert."""
+
+    needed: int
+    limit: int
+    local_expert: int | None
+
+
 class PlanReport:
     """Reads and clears a ``Report``, a word of 8 bytes at a time: each has what the device writes last in its low half.
 
@@ -48,11 +56,12 @@ class PlanReport:
         self._words.store(at, -1)  # the device may write another one now
         return InvalidPair(first & _LOW_HALF, first >> 32, second & _LOW_HALF, second >> 32)
 
-    def take_overflow(self) -> tuple[int, int] | None:
-        """Return and clear the first overflow: slots needed and their limit."""
+    def take_overflow(self) -> Overflow | None:
+        """Return and clear the first overflow."""
         at = Report.overflow_needed.offset // 8
         word = self._words.load(at)
         if not word & _LOW_HALF:
             return None
-        self._words.store(at, 0)
-        return word & _LOW_HALF, word >> 32
+        number = self._words.load(Report.begun.offset // 8) >> 32  # overflow_expert
+        self._words.store(at, 0)  # the device may write another one now
+        return Overflow(word & _LOW_HALF, word >> 32, number - 1 if number else None)

@@ -14,7 +14,7 @@ from fusco.control.node_memory import NodeMemory
 from fusco.control.repeated_record import Condition, RepeatedRecord, warm_up_repeated_record
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
-from fusco.core.rows import allocator_of, is_plain, row_bytes
+from fusco.core.rows import allocator_of, expert_rows_shape, is_plain, row_bytes
 from fusco.core.timeline import NO_TIMELINE
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.combine_rows import combine_fields
@@ -185,9 +185,14 @@ class Repeated:
             strides = rows.new_empty((1, *rows.shape[1:]), device="meta").stride()
             self._rows.append((tuple(rows.shape[1:]), strides, rows.dtype))
 
-    def _arguments_of(self, num_rows: int) -> list[Any]:
-        """Return shape, strides and dtype of each output with this number of rows."""
-        return [((num_rows, *shape), strides, dtype) for shape, strides, dtype in self._rows]
+    def _arguments_of(self, num_rows: int, rows_per_expert: int | None = None) -> list[Any]:
+        """Return shape, strides and dtype of each output with this number of rows, of each expert if it is given."""
+        if rows_per_expert is None:
+            return [((num_rows, *shape), strides, dtype) for shape, strides, dtype in self._rows]
+        first = expert_rows_shape(num_rows, rows_per_expert)
+        return [
+            ((*first, *shape), (strides[0] * rows_per_expert, *strides), dtype) for shape, strides, dtype in self._rows
+        ]
 
     def _new_outputs(self, arguments: Sequence[Any]) -> list[torch.Tensor] | None:
         try:
@@ -232,9 +237,9 @@ class RepeatedDispatch(Repeated):
         """Keep what later calls have in common with this one."""
         self._planner, self._static, self._num_slots = calls.planner, request.static, num_slots
         self._keep_rows(request.payloads)
-        self._outputs = self._arguments_of(num_slots or 0)
+        self._outputs = self._arguments_of(num_slots or 0, plan.rows_per_expert)
         self._memory = PlanMemory(plan.tables.shape, calls.context.arena.device, calls.spare_limit)
-        same = ("rank", "placement", "first_row", "held", "num_topk", "stream")
+        same = ("rank", "placement", "first_row", "held", "num_topk", "rows_per_expert", "stream")
         self._of_plan: dict[str, Any] = {name: getattr(plan, name) for name in same}
 
     def outputs(
@@ -341,7 +346,7 @@ class RepeatedOfPlan(Repeated):
         if not arguments:
             if plan.reported_counts is None and torch.are_deterministic_algorithms_enabled():
                 return None  # see ``RepeatedDispatch``
-            arguments = self._arguments_of(plan.num_slots)
+            arguments = self._arguments_of(plan.num_slots, plan.rows_per_expert)
         return self._new_outputs(arguments)
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: DevicePlan) -> None:

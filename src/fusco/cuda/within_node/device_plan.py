@@ -45,6 +45,7 @@ class DevicePlan(PlannedRows):
     rank: int  # the rank that the plan is for
     placement: ExpertPlacement  # the experts of each rank
     num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
+    rows_per_expert: int | None = None  # slots of each local expert; ``None`` if blocks follow each other
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
     stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``

@@ -12,7 +12,7 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.recent import Recent
-from fusco.core.rows import row_bytes
+from fusco.core.rows import expert_rows_shape, row_bytes
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import Payload
 from fusco.cuda.kernels.held_rows import HeldRows
@@ -65,7 +65,8 @@ class OwnRows:
         """
         if num_slots is None:
             num_slots = plan.num_slots
-        outputs = [payload.new_empty(num_slots, *payload.shape[1:]) for payload in transfer.payloads]
+        shape = expert_rows_shape(num_slots, plan.rows_per_expert)
+        outputs = [payload.new_empty(*shape, *payload.shape[1:]) for payload in transfer.payloads]
         moved = [
             Payload(payload.data_ptr(), size, output.data_ptr(), num_slots)
             for payload, size, output in zip(transfer.payloads, transfer.row_bytes, outputs, strict=True)

@@ -57,7 +57,8 @@ class DevicePlanner:
             first_row=first_row,
             held=holders,
             num_topk=num_topk,
-            num_slots=static.num_rows if static else 0,
+            num_slots=static.num_slots(shape.num_local_experts) if static else 0,
+            rows_per_expert=static.rows_per_expert if static else None,
             tables=PlanTensors.of(shape, self._arena.device),
             stream=stream.cuda_stream,
             capture=capture_number(),
@@ -82,8 +83,14 @@ class DevicePlanner:
             PublishedRouting(source, ids, of_source)
             for source, (ids, of_source) in zip(self._published_sources, routing, strict=True)
         ]
-        max_slots, reports = (static.num_rows, static.on_overflow == "raise") if static else (_NO_LIMIT, False)
-        terms = PlanTerms(request.expert_alignment, max_slots, reports, request.launch.num_sms, is_followed_early)
+        terms = PlanTerms(
+            request.expert_alignment,
+            max_slots=plan.num_slots if static else _NO_LIMIT,
+            is_overflow_reported=static is not None and static.on_overflow == "raise",
+            num_sms=request.launch.num_sms,
+            rows_per_expert=plan.rows_per_expert or 0,
+            is_followed_early=is_followed_early,
+        )
         context = self._context
         arguments = (context.launcher(stream), context.tables, plan, published, terms, 0 if static else number)
         return context.timeline.timed("plan", "slots", None, plan_slots, *arguments)
@@ -152,6 +159,6 @@ class DevicePlanner:
             reason = self._context.describe_invalid_id(token, k, expert_id)
             return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
         if overflow := report.take_overflow():
-            needed, limit = overflow
-            return RowOverflowError(self._arena.rank, limit, needed)
+            expert = overflow.local_expert
+            return RowOverflowError(self._arena.rank, overflow.limit, overflow.needed, local_expert=expert)
         return None

@@ -68,7 +68,9 @@ def test_what_arrives_is_the_law_in_slices_of_any_size(seed, nodes, kind, order)
 def test_no_host_waits_for_a_device(monkeypatch):
     waits: list[Any] = []
     monkeypatch.setattr(SimulatedWatch, "wait_until", lambda *args: waits.append(args))
-    play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4, is_static=True), order=2)
+    scene = Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=4)
+    play(replace(scene, is_static=True), order=2)
+    play(replace(scene, rows_per_expert=4), order=2)
     assert waits == []
 
 

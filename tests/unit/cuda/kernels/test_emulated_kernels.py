@@ -6,6 +6,8 @@ the kernels' own. (On a GPU: ``tests/cuda`` and ``tests/multirank --device cuda`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated_scenes import EmulatedPlay
@@ -52,6 +54,8 @@ def test_between_nodes(kind, folder):
         {"dtype": torch.bfloat16, "wire_dtype": torch.float32, "hidden": 300},
         {"dtype": torch.float32, "hidden": 33, "is_static": True},
         {"dtype": torch.float16, "wire_dtype": torch.float32, "alignment": 4},
+        {"rows_per_expert": 3},
+        {"rows_per_expert": 64, "alignment": 4, "payloads": PAYLOADS[2]},
     ],
     ids=" ".join,
 )
@@ -100,3 +104,11 @@ def test_few_rows_are_spread_over_all_blocks_of_which_any_may_be_resident(folder
     for order, kind in enumerate(("ragged with holes", "skewed")):
         scene = Scene(num_nodes=1, ranks_per_node=2 + order, kind=kind, seed=order)
         play(scene, folder, order, num_sms=40, max_resident=max_resident)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_rows(kind, folder):
+    for order, (num_nodes, ranks_per_node) in enumerate([(1, 1), (1, 3), (2, 2)]):
+        rows_per_expert = (4, 1, 32)[(order + len(kind)) % 3]
+        scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order)
+        play(replace(scene, rows_per_expert=rows_per_expert), folder, order)

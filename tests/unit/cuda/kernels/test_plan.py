@@ -37,30 +37,42 @@ def routing_of(case: Case) -> NodeRouting:
     return NodeRouting(torch.cat(case.world_topk_idx), None, (0, *itertools.accumulate(counts)))
 
 
-def check_against_counting(case: Case, rank: int, alignment: int, max_slots: int | None) -> None:
+def check_against_counting(
+    case: Case, rank: int, alignment: int, max_slots: int | None, rows_per_expert: int | None = None
+) -> None:
     """Compare the twin with plain counting, pair by pair."""
     placement, routing = placement_of(case), routing_of(case)
     table, num_local = table_of(placement, rank).tolist(), len(placement.rank_to_experts[rank])
-    plan = plan_slots(routing.topk_idx, table_of(placement, rank), num_local, alignment, max_slots)
+    plan = plan_slots(routing.topk_idx, table_of(placement, rank), num_local, alignment, max_slots, rows_per_expert)
     local_experts = [[table[e] if e >= 0 else -1 for e in row] for row in routing.topk_idx.tolist()]
     num_rows = [sum(row.count(e) for row in local_experts) for e in range(num_local)]
-    firsts = [0, *itertools.accumulate(-(-n // alignment) * alignment for n in num_rows)]
-    limit = firsts[-1] if max_slots is None else max_slots
-    following, expected = firsts[:-1], []
+    padded = [-(-n // alignment) * alignment for n in num_rows]
+    *firsts, needed = [0, *itertools.accumulate(padded)]
+    limit = needed if max_slots is None else max_slots
+    limits = [limit] * num_local
+    if rows_per_expert:
+        firsts = [rows_per_expert * e for e in range(num_local)]
+        limits, needed = [first + rows_per_expert for first in firsts], max(num_rows, default=0)
+    following, expected = firsts.copy(), []
     for row in local_experts:
         expected.append([])
         for e in row:
             slot = following[e] if e >= 0 else NOT_HERE
-            expected[-1].append(DROPPED if slot >= limit else slot)
+            expected[-1].append(DROPPED if e >= 0 and slot >= limits[e] else slot)
             if e >= 0:
                 following[e] += 1
     shape = routing.topk_idx.shape
     assert_same_bits(plan.row_to_slots, torch.tensor(expected, dtype=torch.int32).view(shape), "row_to_slots")
-    kept = [max(0, min(n, limit - first)) for n, first in zip(num_rows, firsts, strict=False)]
+    kept = [max(0, min(n, end - first)) for n, first, end in zip(num_rows, firsts, limits, strict=True)]
     assert (plan.num_rows_per_expert.tolist(), plan.num_rows_per_expert.dtype) == (kept, torch.int64)
-    assert plan.block_to_first_slot.dtype == torch.int32
-    assert plan.block_to_first_slot.tolist() == [min(first, limit) for first in firsts]
-    assert plan.num_slots_needed == firsts[-1]
+    assert plan.num_dropped_per_expert.tolist() == [n - m for n, m in zip(num_rows, kept, strict=True)]
+    blocks = plan.block_to_first_slot, plan.block_to_end_slot, plan.num_dropped_per_expert
+    assert {each.dtype for each in blocks} == {torch.int32}
+    begins = [min(first, end) for first, end in zip(firsts, limits, strict=True)]
+    assert plan.block_to_first_slot.tolist() == begins
+    ends = [min(begin + n, end) for begin, n, end in zip(begins, padded, limits, strict=True)]
+    assert plan.block_to_end_slot.tolist() == ends
+    assert plan.num_slots_needed == needed
 
 
 def test_slots_by_hand():
@@ -71,7 +83,8 @@ def test_slots_by_hand():
     assert plan.row_to_slots.dtype == plan.block_to_first_slot.dtype == torch.int32
     assert plan.num_rows_per_expert.tolist() == [2, 3]
     assert plan.num_rows_per_expert.dtype == torch.int64
-    assert plan.block_to_first_slot.tolist() == [0, 2, 5]
+    assert plan.block_to_first_slot.tolist() == [0, 2]
+    assert plan.block_to_end_slot.tolist() == [2, 5]
     assert plan.num_slots_needed == 5
 
 
@@ -80,24 +93,25 @@ def test_blocks_are_rounded_up():
     plan = plan_slots(ids, table, num_local_experts=2, expert_alignment=4)
     assert plan.row_to_slots.tolist() == [[4, 0], [5, -1], [1, -1], [-1, 6]]
     assert plan.num_rows_per_expert.tolist() == [2, 3]
-    assert plan.block_to_first_slot.tolist() == [0, 4, 8]
+    assert plan.block_to_first_slot.tolist() == [0, 4]
+    assert plan.block_to_end_slot.tolist() == [4, 8]
 
 
 @pytest.mark.parametrize(
-    ("max_slots", "slots", "num_rows", "firsts"),
+    ("max_slots", "slots", "num_rows", "firsts", "ends"),
     [
-        (8, [[4, 0], [5, -1], [1, -1], [-1, 6]], [2, 3], [0, 4, 8]),
-        (6, [[4, 0], [5, -1], [1, -1], [-1, -2]], [2, 2], [0, 4, 6]),
-        (4, [[-2, 0], [-2, -1], [1, -1], [-1, -2]], [2, 0], [0, 4, 4]),
-        (1, [[-2, 0], [-2, -1], [-2, -1], [-1, -2]], [1, 0], [0, 1, 1]),
+        (8, [[4, 0], [5, -1], [1, -1], [-1, 6]], [2, 3], [0, 4], [4, 8]),
+        (6, [[4, 0], [5, -1], [1, -1], [-1, -2]], [2, 2], [0, 4], [4, 6]),
+        (4, [[-2, 0], [-2, -1], [1, -1], [-1, -2]], [2, 0], [0, 4], [4, 4]),
+        (1, [[-2, 0], [-2, -1], [-2, -1], [-1, -2]], [1, 0], [0, 1], [1, 1]),
     ],
 )
-def test_what_does_not_fit_is_dropped(max_slots, slots, num_rows, firsts):
+def test_what_does_not_fit_is_dropped(max_slots, slots, num_rows, firsts, ends):
     ids, table = torch.tensor([[1, 0], [1, 2], [0, -1], [3, 1]]), torch.tensor([0, 1, -1, -1], dtype=torch.int32)
     plan = plan_slots(ids, table, num_local_experts=2, expert_alignment=4, max_slots=max_slots)
     assert plan.row_to_slots.tolist() == slots
     assert plan.num_rows_per_expert.tolist() == num_rows
-    assert plan.block_to_first_slot.tolist() == firsts
+    assert (plan.block_to_first_slot.tolist(), plan.block_to_end_slot.tolist()) == (firsts, ends)
     assert plan.num_slots_needed == 8
 
 
@@ -115,7 +129,7 @@ def test_ids_that_are_no_experts_have_no_slot_and_no_rank():
 
 def test_a_rank_without_experts_and_a_world_without_rows():
     nothing = plan_slots(torch.tensor([[0, 1]]), torch.tensor([-1, -1], dtype=torch.int32), 0, expert_alignment=4)
-    assert (nothing.row_to_slots.tolist(), nothing.block_to_first_slot.tolist()) == ([[-1, -1]], [0])
+    assert (nothing.row_to_slots.tolist(), nothing.block_to_first_slot.tolist()) == ([[-1, -1]], [])
     assert (nothing.num_rows_per_expert.tolist(), nothing.num_slots_needed) == ([], 0)
     empty = plan_slots(torch.empty(0, 2, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32), 2)
     assert (empty.row_to_slots.shape, empty.num_rows_per_expert.tolist()) == ((0, 2), [0, 0])
@@ -139,6 +153,8 @@ def test_as_plain_counting(kind, world_size):
             needed = pairs.distribution.num_slots_needed
             for max_slots in {1, max(1, needed // 2), max(1, needed - 1), max(1, needed), needed + 3}:
                 check_against_counting(case, rank, alignment, max_slots)
+            for rows_per_expert in (alignment, 3 * alignment, 40 * alignment):
+                check_against_counting(case, rank, alignment, None, rows_per_expert)
 
 
 @given(
@@ -148,10 +164,12 @@ def test_as_plain_counting(kind, world_size):
     num_topk=st.integers(1, 32),
     alignment=st.integers(1, 40),
     max_slots=st.none() | st.integers(1, 300),
+    blocks=st.none() | st.integers(1, 20),
 )
-def test_as_plain_counting_for_any_sizes(kind, seed, world_size, num_topk, alignment, max_slots):
+def test_as_plain_counting_for_any_sizes(kind, seed, world_size, num_topk, alignment, max_slots, blocks):
     case = Case(kind=kind, seed=seed, world_size=world_size, num_experts=24, num_topk=num_topk, max_tokens=9)
-    check_against_counting(case, seed % world_size, alignment, max_slots)
+    rows_per_expert = blocks and alignment * blocks
+    check_against_counting(case, seed % world_size, alignment, max_slots, rows_per_expert)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,13 +6,14 @@ import random
 
 import pytest
 import torch
-from repeated_rig import MAX_TOKENS, NODES, NUM_RANKS, NUM_TOPK, TOPOLOGY, Node, inputs
+from repeated_rig import MAX_TOKENS, NODES, NUM_RANKS, NUM_TOPK, TOPOLOGY, Node, inputs, is_undefined
 
 from fusco import RejectedInputError, StaticRows
 
 OPTIONS = (
     {},
     {"static": StaticRows(NUM_RANKS * MAX_TOKENS * NUM_TOPK)},
+    {"static": StaticRows(rows_per_expert=4, on_overflow="drop")},
     {"expert_alignment": 4},
     {"with_weights": True},
 )
@@ -68,11 +69,11 @@ class Calls:
         return payloads
 
 
-def along_handles(comm, sent, payloads, num_rows):
+def along_handles(comm, sent, payloads):
     """Return what dispatches and combines along a handle return, and gradients if there are any."""
     payloads = [each[: sent.handle.num_tokens].detach().requires_grad_(each.requires_grad) for each in payloads]
     rows = comm.dispatch_again(payloads, sent.handle)
-    found = [each[:num_rows] for each in rows]
+    found = [each[~is_undefined(sent)] for each in rows]
     found += comm.combine_all([each.detach() * 2 for each in rows], sent.handle)
     if found[0].requires_grad:
         found[0].float().square().sum().backward()
@@ -86,10 +87,10 @@ def outcome_of(comm, call, options):
         sent = comm.dispatch(*call, **options)
     except (ValueError, RejectedInputError) as error:
         return None, str(error)
-    num_rows = int(sent.num_rows_per_expert.sum()) if "static" in options else len(sent.rows)
     for payload in sent.payloads:
-        payload[num_rows:] = 0  # undefined
-    tensors = [*sent.payloads, sent.num_rows_per_expert, *([] if sent.weights is None else [sent.weights[:num_rows]])]
+        payload[is_undefined(sent)] = 0
+    tensors = [*sent.payloads, sent.num_rows_per_expert, sent.num_dropped_per_expert]
+    tensors += [] if sent.weights is None else [sent.weights]
     return sent, tensors
 
 
@@ -122,8 +123,7 @@ def test_any_sequence_of_calls(topology, repeats):
             assert same(sums[:1], sums[1:]), step
             if not calls.is_inference and calls.happens(0.5):
                 of, payloads = calls.kept_one(kept), calls.rows_again(step)
-                num_rows = [int(sent.num_rows_per_expert.sum()) for sent in of]
-                assert same(*map(along_handles, (comm, other), of, [payloads] * 2, num_rows)), step
+                assert same(*map(along_handles, (comm, other), of, [payloads] * 2)), step
             assert [getattr(comm.profile, name) for name in FIELDS] == [getattr(other.profile, name) for name in FIELDS]
 
     Node(topology=topology).run(program)

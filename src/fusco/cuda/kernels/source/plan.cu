@@ -24,6 +24,7 @@ struct Report {
     BadPair bad_static;  // of the first other plan since the host has looked
     i32 overflow_needed, overflow_limit;  // of the first plan that did not fit; 0 if all fit
     u32 begun;                            // ticket of the latest plan that the device has come to
+    i32 overflow_expert;                  // 1 + local index of the first expert that needed that many; 0: all of them did
 };
 
 constexpr i32 NUM_SOURCES = NUM_RANKS * NUM_NODES;
@@ -37,7 +38,9 @@ struct PlanArgs {
     i32* row_to_slots;         // [row][k]: slot, NOT_HERE or DROPPED
     u8* row_weights;           // [row][k]
     i64* num_rows_per_expert;
-    i32* block_to_first_slot;  // [num_local_experts + 2]: behind the end of the last block, the slots that all rows need
+    // [num_local_experts] each: the first slot of a block, its end with the padding of zeros, rows dropped; then one number:
+    // the slots that all rows need, or, with rows_per_expert, the rows of the expert with the most
+    i32* block_to_first_slot;
     u32* token_to_ranks;       // [row of a held source]: bit r is set if local rank r owns one of its experts
     i32* run_counts;           // [block][expert]: scratch
     i32* reported_counts;      // [num_local_experts] in host memory: num_rows_per_expert, if the host waits for the report
@@ -49,6 +52,7 @@ struct PlanArgs {
     i32 held[NUM_SOURCES - NUM_RANKS + 1];  // the sources with rows in this rank's pool, num_held of them
     i32 num_held, num_experts, num_local_experts, expert_alignment;
     i32 max_slots;
+    i32 rows_per_expert;  // slots of each block, which begin at multiples of it; 0 if blocks follow each other
     i32 is_overflow_reported;
     i32 is_followed_early;  // the next kernel may take multiprocessors while this one waits for ranks
 };
@@ -80,6 +84,8 @@ __device__ __forceinline__ RowPlace place_of(const PlanArgs& args, i32 row) {
         if (src + step < NUM_SOURCES && row >= args.first_row[src + step]) src += step;
     return {src, row - args.first_row[src]};
 }
+
+__device__ __forceinline__ i32 round_up(i32 number, i32 multiple) { return (number + multiple - 1) / multiple * multiple; }
 
 __device__ __forceinline__ i32 num_pairs_of(const PlanArgs& args, i32 src) {
     return (args.first_row[src + 1] - args.first_row[src]) * NUM_TOPK;
@@ -190,12 +196,14 @@ __device__ __noinline__ void forget_rows(const PlanArgs& args, i32 first_row, i3
         args.row_to_slots[pair] = NOT_HERE;
     if (blockIdx.x == 0)
         for (i32 expert = threadIdx.x; expert < args.num_local_experts; expert += NUM_THREADS)
-            args.num_rows_per_expert[expert] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) args.block_to_first_slot[args.num_local_experts + 1] = 0;
+            args.num_rows_per_expert[expert] = 0, args.block_to_first_slot[2 * args.num_local_experts + expert] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) args.block_to_first_slot[3 * args.num_local_experts] = 0;
 }
 
-// Report the slots that are needed, and the first invalid id, which `id_of` returns for a pair; one thread.
-template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs& args, i32 needed, F&& id_of) {
+// Report the slots that are needed, of the rows in `num_all` for each expert, and the first invalid id, which `id_of` returns
+// for a pair; one thread.
+template <typename F>
+__device__ __forceinline__ void report_plan(const PlanArgs& args, i32 needed, const i32* num_all, F&& id_of) {
     Report* const report = args.report;
     u32* const first_bad = args.comm.state + FIRST_BAD_PAIR;
     if (const u32 bad = *reinterpret_cast<volatile u32*>(first_bad)) {
@@ -212,8 +220,11 @@ template <typename F> __device__ __forceinline__ void report_plan(const PlanArgs
         }
         *first_bad = 0;
     }
-    if (needed > args.max_slots && args.is_overflow_reported && report->overflow_needed == 0) {
-        report->overflow_limit = args.max_slots;
+    const i32 limit = args.rows_per_expert ? args.rows_per_expert : args.max_slots;
+    if (needed > limit && args.is_overflow_reported && report->overflow_needed == 0) {
+        i32 number = args.rows_per_expert ? 1 : 0;
+        while (number && num_all[number - 1] < needed) ++number;
+        report->overflow_limit = limit, report->overflow_expert = number;
         __threadfence_system();
         report->overflow_needed = needed;
     }
@@ -337,11 +348,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     }
     __syncthreads();
     if (warp == 0) {
-        i32 begin = 0;
+        i32 begin = 0, most = 0;
         for (i32 first = 0; first < num_experts; first += WARP_SIZE) {
             const i32 expert = first + lane;
             const i32 count = expert < num_experts ? num_all[expert] : 0;
-            const i32 padded = (count + args.expert_alignment - 1) / args.expert_alignment * args.expert_alignment;
+            if (args.rows_per_expert) {  // the start of a block is no sum of those before it
+                if (expert < num_experts) first_slot[expert] = expert * args.rows_per_expert;
+                most = max(most, count);
+                continue;
+            }
+            const i32 padded = round_up(count, args.expert_alignment);
             i32 end = padded;
             for (u32 step = 1; step < WARP_SIZE; step *= 2) {
                 const i32 other = __shfl_up_sync(ALL_LANES, end, step);
@@ -350,7 +366,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             if (expert < num_experts) first_slot[expert] = begin + end - padded;
             begin += __shfl_sync(ALL_LANES, end, WARP_SIZE - 1);
         }
-        if (lane == 0) first_slot[num_experts] = begin;
+        for (u32 other = WARP_SIZE / 2; args.rows_per_expert && other; other /= 2)
+            most = max(most, __shfl_xor_sync(ALL_LANES, most, other));
+        if (lane == 0) first_slot[num_experts] = args.rows_per_expert ? most : begin;
     }
     __syncthreads();
 
@@ -361,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
             args.reported_counts[expert] = num_all[expert];
         __syncthreads();  // the fence before the ticket is for the counts of all threads, too
         if (threadIdx.x == 0) {
-            report_plan(args, first_slot[num_experts], [&](i32 pair) { return pooled_id_of(pooled_pair_of(pair)); });
+            report_plan(args, first_slot[num_experts], num_all, [&](i32 pair) { return pooled_id_of(pooled_pair_of(pair)); });
             comm.state[PLAN_EPOCH] = epoch;
         }
     }
@@ -375,8 +393,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         const u32 same = __match_any_sync(ALL_LANES, expert);
         i32 slot = NOT_HERE;
         if (expert >= 0) {
-            slot = first_slot[expert] + num_before[expert] + own_counts[expert] + __popc(same & ((1u << lane) - 1));
-            if (slot >= args.max_slots) slot = DROPPED;
+            const i32 position = num_before[expert] + own_counts[expert] + __popc(same & ((1u << lane) - 1));
+            slot = first_slot[expert] + position;
+            if (args.rows_per_expert ? position >= args.rows_per_expert : slot >= args.max_slots) slot = DROPPED;
         }
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) own_counts[expert] += __popc(same);
@@ -398,11 +417,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
         num_before_source += num_tokens;
     }
 
-    if (blockIdx.x == 0)
-        for (i32 expert = threadIdx.x; expert <= num_experts; expert += NUM_THREADS) {
+    if (blockIdx.x == 0) {
+        i32* const ends = args.block_to_first_slot + num_experts;
+        for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
+            const i32 wanted = num_all[expert], padded = round_up(wanted, args.expert_alignment);
             const i32 first = min(first_slot[expert], args.max_slots);
+            const i32 room = args.rows_per_expert ? args.rows_per_expert : min(padded, args.max_slots - first);
+            const i32 kept = min(wanted, room);
+            args.num_rows_per_expert[expert] = kept;
             args.block_to_first_slot[expert] = first;
-            if (expert < num_experts) args.num_rows_per_expert[expert] = min(num_all[expert], args.max_slots - first);
-            else args.block_to_first_slot[num_experts + 1] = first_slot[num_experts];
+            ends[expert] = first + min(padded, room);
+            ends[num_experts + expert] = wanted - kept;
         }
+        if (threadIdx.x == 0) ends[2 * num_experts] = first_slot[num_experts];
+    }
 }

@@ -17,7 +17,7 @@ struct ScatterArgs {
     u64 received[NUM_RANKS][NUM_PAYLOADS];   // offset, in the arena of every rank, of the rows that a rank pushes there
     const i32* row_to_slots;
     const u32* token_to_ranks;
-    const i32* block_to_first_slot;
+    const i32* block_to_first_slot;  // of each local expert, then the end of its block with the padding
     const i64* num_rows_per_expert;
     const u8* topk_idx;          // of this rank
     const i32* expert_to_rank;   // local rank; -1 for experts of other nodes
@@ -130,7 +130,7 @@ __device__ __forceinline__ u32 peers_that_want(const ScatterArgs& args, i32 toke
     return __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0) & ~(1u << args.comm.rank);
 }
 
-// Experts' blocks are padded to the alignment; padding is zero.
+// Experts' blocks are padded to the alignment; padding is zero. What is behind that, in blocks of a fixed size, is not written.
 template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterArgs& args, i64 begin, i64 end) {
     if constexpr (P < NUM_PAYLOADS) {
         constexpr u64 PER_ROW = ROW_BYTES[P] / WIDTHS[P];
@@ -142,7 +142,7 @@ template <u32 P = 0> __device__ __forceinline__ void clear_slots(const ScatterAr
 __device__ void clear_padding(const ScatterArgs& args) {
     for (i32 expert = blockIdx.x; expert < args.num_local_experts; expert += gridDim.x)
         clear_slots(args, args.block_to_first_slot[expert] + args.num_rows_per_expert[expert],
-                    args.block_to_first_slot[expert + 1]);
+                    args.block_to_first_slot[args.num_local_experts + expert]);
 }
 
 template <u32 P = 0> __device__ __forceinline__ void poison_slots(const ScatterArgs& args) {

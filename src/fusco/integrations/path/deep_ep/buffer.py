@@ -1,5 +1,5 @@
 """``deep_ep.buffer``: version 1."""
 
-from fusco.integrations.deep_ep_buffer import Buffer, Config
+from fusco.integrations.deep_ep.buffer import Buffer, Config
 
 __all__ = ["Buffer", "Config"]

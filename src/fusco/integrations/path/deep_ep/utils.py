@@ -1,5 +1,5 @@
 """``deep_ep.utils``: events."""
 
-from fusco.integrations.events import EventHandle, EventOverlap
+from fusco.integrations.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -28,17 +31,39 @@ class EventOverlap:
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event, self.extra_tensors = event, extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._releases_handle = False
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for the event, if there is one."""
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Set what the next wait calls after it, and returns the result of; there can be one."""
+        if self._hook is not None:
+            raise ValueError("this event has a hook already")
+        self._hook = hook_after_wait
+
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Make the current stream wait for the event, if there is one; return what the hook returns, or ``None``.
+
+        ``release_handle`` drops the event, and what is kept alive with it, afterwards.
+        """
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if release_handle:
+            self.event = self.extra_tensors = None
+        return None if hook is None else hook()
+
+    wait = current_stream_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Set ``release_handle`` for a ``with`` block; return this object."""
+        self._releases_handle = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.current_stream_wait()
+        self.current_stream_wait(self._releases_handle)
 
 
 def wait_for(*previous_events: EventOverlap | EventHandle | None) -> None:

@@ -8,38 +8,24 @@ scales in any call, kernels are cached always, and fusco has no permutation apar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.api.autograd import rows_of_weights, weights_of_slots
-from fusco.api.handle import Dispatched
 from fusco.core.config import Launch, StaticRows
-from fusco.integrations.along_handles import SentHandle, element_of, require_shape
+from fusco.integrations.along_handles import element_of, require_shape
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.expert_rows import counts_on_host, in_blocks
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
-from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.rank_rows import RankRouting, RankRows, ranks_of
-from fusco.integrations.routing_maps import RoutingMaps, places_of, scattered
+from fusco.integrations.deep_ep.base import BufferBase, payloads_of
+from fusco.integrations.deep_ep.rank_rows import RankRouting, ranks_of
+from fusco.integrations.expert_rows import ExpertRows, SentRows, in_blocks
+from fusco.integrations.routing_maps import RoutingMaps
+
+_COUNTS = 1  # place in a handle
 
 
-@dataclass(frozen=True, eq=False)
-class _Sent(SentHandle):
-    """A routing that was dispatched: element 0 of the handle that callers pass back."""
-
-    topk_idx: torch.Tensor  # int64 (num_tokens, num_topk of all ranks)
-    num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
-    counts: torch.Tensor  # rows of each local expert with padding, int64 (num_local_experts,)
-    num_experts: int  # of all ranks together
-    pad_multiple: int  # of the experts' blocks, in rows
-    kept: KeptTensors = field(default_factory=KeptTensors)  # at most 16 bytes a token and k
-
-
-class HybridEPBuffer:
+class HybridEPBuffer(BufferBase):
     """Dispatch and combine among the ranks of a group, by the calls of HybridEP.
 
     ``configurer.buffer_config`` has the sizes that callers compare before a call.
@@ -70,11 +56,12 @@ class HybridEPBuffer:
             hidden_dim: elements of a row.
             max_num_of_tokens_per_rank: tokens of a call at first.
             num_local_experts: experts of each rank, unless a call says otherwise.
-            num_sms_dispatch_api, num_sms_combine_api: multiprocessors; ``None`` means fusco's default.
+            num_sms_dispatch_api, num_sms_combine_api: SMs; ``None`` means fusco's default.
             num_of_hybrid_ep_ranks_per_nvlink_domain: ranks of a node; ``None`` derives nodes from the hosts.
         """
-        self.group, self.hidden_dim, self.num_local_experts = group, hidden_dim, num_local_experts
-        self.group_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        super().__init__(group, num_of_hybrid_ep_ranks_per_nvlink_domain)
+        self.hidden_dim, self.num_local_experts = hidden_dim, num_local_experts
+        self.group_size, self.rank = self._num_ranks, self._rank
         self._ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = self._ranks_per_node
         self.num_of_nodes, self.local_rank = self.group_size // self._ranks_per_node, self.rank % self._ranks_per_node
@@ -83,15 +70,9 @@ class HybridEPBuffer:
         self.configurer = SimpleNamespace(buffer_config=SimpleNamespace(hidden_dim=hidden_dim, **sizes))
         self._num_experts = num_local_experts * self.group_size
         self._maps = RoutingMaps()
-        self._dispatch_launch, self._combine_launch = (
-            Launch(num_sms=num_sms) for num_sms in (num_sms_dispatch_api, num_sms_combine_api)
-        )
-        self._comms = GrowingCommunicators(group, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain)
-        self._rank_rows = RankRows(group, self._comms)
-
-    def abort(self) -> None:
-        """Release all resources without waiting for other ranks; not part of HybridEP."""
-        self._comms.abort()
+        self._dispatch_sms, self._combine_sms = num_sms_dispatch_api, num_sms_combine_api
+        self._dispatch_launch = Launch(num_sms=num_sms_dispatch_api)
+        Launch(num_sms=num_sms_combine_api)  # which checks it
 
     def empty_jit_cache(self) -> None:
         """Do nothing: kernels of fusco are the same for all sizes."""
@@ -152,52 +133,47 @@ class HybridEPBuffer:
             scales of each row or ``None``; the rows of each local expert with padding, int64, in host memory unless
             ``non_blocking``; the handle, whose last element is int32 (1,) on the device, one if something was dropped.
         """
+        x = (hidden,) if scaling_factor is None else (hidden, scaling_factor)
         if handle is not None:
-            return self._dispatch_again((hidden, scaling_factor), handle, (probs, topk_weights), pad_multiple)
-        with self._comms.rejecting():
-            num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
-            payloads = [each.contiguous() for each in (hidden, scaling_factor) if each is not None]
-            given, sizes = (probs, topk_weights), (len(hidden), num_experts)
-            ids, topk_weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, sizes)
-            num_topk = ids.shape[1]
-            static = _static_rows(num_permuted_tokens) if non_blocking else None
-            weights = None if topk_weights is None else topk_weights.float()
-            need = Need.of(payloads, num_topk, self.max_num_of_tokens_per_rank)
-
-        def dispatch(grown: Grown) -> tuple[Grown, torch.Tensor, Dispatched]:
+            sent, rows, row_weights = self._dispatch_again(
+                lambda: _sent(handle, pad_multiple), x, (topk_weights, probs), num_sms=self._dispatch_sms
+            )
+            counts = handle[_COUNTS]
+        else:
             with self._comms.rejecting():
-                padded = _padded(ids, grown.capacity.num_topk, -1)
-                padded_weights = None if weights is None else _padded(weights, grown.capacity.num_topk, 0)
-            sent = grown.comm.dispatch(
+                num_experts = self._count_experts(num_of_experts_per_rank, num_of_experts, routing_map)
+                given, sizes = (probs, topk_weights), (len(hidden), num_experts)
+                ids, weights = self._routing("dispatch_with_permute", routing_map, topk_idx, given, sizes)
+                static = _static_rows(num_permuted_tokens) if non_blocking else None
+                payloads = payloads_of(x)
+            sent = ExpertRows(self._comms, num_experts, self.max_num_of_tokens_per_rank, may_differ=True).dispatch(
                 payloads,
-                padded,
-                padded_weights,
-                expert_alignment=pad_multiple or 1,
+                ids,
+                weights,
+                verb="dispatch_with_permute",
                 with_weights=weights is not None,
+                expert_alignment=pad_multiple or 1,
                 static=static,
                 launch=self._dispatch_launch,
             )
-            return grown, padded, sent
+            self._maps.widen(sent.require_topk_idx().shape[1])
+            counts, overflow = self._counts(sent, non_blocking)
+            rows, row_weights = sent.dispatched.payloads, sent.dispatched.weights
+            handle = (sent, counts, *[None] * 8, overflow)
+        return rows[0], row_weights, rows[1] if len(rows) > 1 else None, counts, handle
 
-        purpose = "dispatch_with_permute", num_experts
-        grown, ids, sent = self._comms.run(purpose, num_experts, need, hidden.device, dispatch)
-        self._maps.widen(ids.shape[1])
-        if non_blocking:
-            counts, has_overflow = sent.num_rows_per_expert, sent.num_rows_needed > len(sent.rows)
-            if self._maps.lost is not None:
-                has_overflow |= self._maps.lost > 0
-            overflow = has_overflow.int()
-        else:
-            counts = counts_on_host(sent)
+    def _counts(self, sent: SentRows, non_blocking: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of each local expert with padding, and int32 (1,): one if something was dropped."""
+        counts = sent.dispatched.num_rows_per_expert
+        if not non_blocking:
+            counts = sent.blocks_on_host
             with self._comms.rejecting():
                 self._maps.require_none_lost()
-            overflow = ids.new_zeros(1, dtype=torch.int32)
-        if pad_multiple:
-            counts = in_blocks(counts, pad_multiple)
-        scales = None if scaling_factor is None else sent.payloads[1]
-        of_tokens = (ids, num_topk, counts, num_experts, pad_multiple or 1)
-        of_handle = _Sent(self._comms, grown, sent.handle, *of_tokens)
-        return sent.rows, sent.weights, scales, counts, (of_handle, *[None] * 9, overflow)
+            return counts, sent.require_topk_idx().new_zeros(1, dtype=torch.int32)
+        has_overflow = sent.dispatched.num_rows_needed > len(sent.dispatched.rows)
+        if self._maps.lost is not None:
+            has_overflow |= self._maps.lost > 0
+        return counts if sent.alignment == 1 else in_blocks(counts, sent.alignment), has_overflow.int()
 
     @torch.no_grad()
     def combine_with_unpermute(
@@ -216,19 +192,10 @@ class HybridEPBuffer:
         (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts), zero for experts that a token was
         not sent to; ``None`` without ``probs``.
         """
-        with self._comms.rejecting():
-            sent = _sent(handle, pad_multiple)
-        with sent.rejecting():
-            parts = [hidden.contiguous()]
-            if probs is not None:
-                values = probs.reshape(-1).float()
-                require_shape("probs", values, sent.handle.num_rows)
-                parts.append(rows_of_weights(values, sent.handle))
-        sums, of_tokens = sent.sums_of(parts, self._combine_launch)
-        if of_tokens is None:
-            return sums, None
-        places = sent.kept.get("places", of_tokens.device, lambda: places_of(sent.topk_idx))
-        return sums, scattered(places, of_tokens, sent.num_experts).contiguous()
+        sent, sums, values = self._combine(
+            lambda: _sent(handle, pad_multiple), hidden, probs, num_sms=self._combine_sms
+        )
+        return sums, None if values is None else sent.by_expert(values).contiguous()
 
     @torch.no_grad()
     def dispatch(
@@ -253,9 +220,11 @@ class HybridEPBuffer:
             ``None``; scales or ``None``; the handle, whose element 3 is the number of rows, int32 (1,) on the host, and
             whose element 4 is the map of rows to local experts, bool (num_rows, num_local_experts).
         """
-        payloads = [each for each in (hidden, scaling_factor) if each is not None]
+        x = (hidden,) if scaling_factor is None else (hidden, scaling_factor)
         if handle is not None:
-            sent, rows, weights = self._rows_again(payloads, topk_weights, probs, handle)
+            sent, rows, weights = self._dispatch_again(
+                lambda: _routing_of(handle), x, (topk_weights, probs), num_sms=self._dispatch_sms
+            )
         else:
             with self._comms.rejecting():
                 num_experts = self._count_experts(None, num_of_experts, routing_map)
@@ -263,7 +232,7 @@ class HybridEPBuffer:
                 topk_idx, topk_weights = self._routing("dispatch", routing_map, topk_idx, given, sizes)
                 is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size)
                 routing = (topk_idx, topk_weights, num_experts)
-            rows, sent = self._rank_rows.dispatch(payloads, is_token_in_rank, routing, launch=self._dispatch_launch)
+            rows, sent = self._by_rank.dispatch(x, is_token_in_rank, routing, launch=self._dispatch_launch)
             with sent.rejecting():
                 self._maps.require_none_lost()
             weights = None if topk_weights is None else sent.weights()
@@ -272,28 +241,8 @@ class HybridEPBuffer:
         of_node = None
         if weights is not None:
             of_node = weights.new_zeros(len(weights), sent.num_local_experts * self._ranks_per_node)
-            of_node[:, self._local(sent)] = sent.dense_weights(weights)
-        return rows[0], of_node, None if scaling_factor is None else rows[1], handle
-
-    def _rows_again(
-        self,
-        payloads: list[torch.Tensor],
-        topk_weights: torch.Tensor | None,
-        probs: torch.Tensor | None,
-        handle: tuple[Any, ...],
-    ) -> tuple[RankRouting, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """Dispatch along a handle; return its routing, the rows, and the weights of their tokens' experts."""
-        with self._comms.rejecting():
-            sent = _routing_of(handle)
-        with sent.rejecting():
-            rows = [each.contiguous() for each in payloads]
-            if probs is not None:
-                require_shape("probs", probs, len(sent.require_topk_idx()), sent.num_experts)
-                topk_weights = sent.weights_of_tokens(probs)
-            weights = None if topk_weights is None else topk_weights.float()
-            if weights is not None:
-                require_shape("topk_weights", weights, *sent.require_topk_idx().shape)
-        return sent, *sent.dispatch_again(rows, weights, self._dispatch_launch)
+            of_node[:, self._local(sent)] = sent.by_local_expert(weights)
+        return rows[0], of_node, rows[1] if len(rows) > 1 else None, handle
 
     @torch.no_grad()
     def combine(
@@ -304,39 +253,15 @@ class HybridEPBuffer:
         ``probs`` are values of this rank's experts, float32 (num_rows, experts of the node). Returns sums
         (num_tokens, hidden_dim), and the values as float32 (num_tokens, num_experts) or ``None``.
         """
-        with self._comms.rejecting():
-            sent = _routing_of(handle)
-        with sent.rejecting():
-            parts = [hidden.contiguous()]
-            if probs is not None:
-                require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
-                parts.append(sent.values_of_pairs(probs[:, self._local(sent)].float()))
-                sent.require_topk_idx()
-        sums, values = sent.sums_of(parts, self._combine_launch)
-        return sums, None if values is None else sent.dense_values(values)
 
-    def _dispatch_again(
-        self,
-        given: tuple[torch.Tensor | None, ...],
-        handle: tuple[Any, ...],
-        given_weights: tuple[torch.Tensor | None, torch.Tensor | None],
-        pad_multiple: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor, tuple[Any, ...]]:
-        probs, topk_weights = given_weights
-        with self._comms.rejecting():
-            sent = _sent(handle, pad_multiple)
-        with sent.rejecting():
-            payloads = [each.contiguous() for each in given if each is not None]
-            if probs is not None:
-                require_shape("probs", probs, len(sent.topk_idx), sent.num_experts)
-                columns = sent.kept.get("columns", probs.device, lambda: sent.topk_idx.clamp(min=0))
-                topk_weights = probs.gather(1, columns)
-            else:
-                require_shape("topk_weights", topk_weights, len(sent.topk_idx), sent.num_topk)
-            weights = None if topk_weights is None else _padded(topk_weights.float(), sent.topk_idx.shape[1], 0)
-        rows, of_rows = sent.dispatch_again(payloads, weights, self._dispatch_launch)
-        row_weights = None if of_rows is None else weights_of_slots(of_rows, sent.handle)
-        return rows[0], row_weights, rows[1] if len(rows) > 1 else None, sent.counts, handle
+        def pairs(sent: RankRouting, probs: torch.Tensor) -> torch.Tensor:
+            require_shape("probs", probs, len(sent.words), sent.num_local_experts * self._ranks_per_node)
+            sent.require_topk_idx()
+            return sent.values_of_pairs(probs[:, self._local(sent)].float())
+
+        find = lambda: _routing_of(handle)  # noqa: E731
+        sent, sums, values = self._combine(find, hidden, probs, num_sms=self._combine_sms, prepare=pairs)
+        return sums, None if values is None else sent.by_expert(values)
 
     def _count_experts(self, per_rank: int | None, of_all: int | None, routing_map: torch.Tensor | None) -> int:
         """Return the experts of all ranks in a call, by default the buffer's; layers may have different numbers.
@@ -373,7 +298,7 @@ class HybridEPBuffer:
         num_topk_of(topk_idx, num_tokens)
         if probs is None:
             require_shape("topk_weights", topk_weights, *topk_idx.shape)
-            return topk_idx, topk_weights
+            return topk_idx, None if topk_weights is None else topk_weights.float()
         require_shape("probs", probs, len(topk_idx), num_experts)
         return topk_idx, probs.float().gather(1, topk_idx.clamp(0, num_experts - 1))
 
@@ -383,10 +308,10 @@ class HybridEPBuffer:
         return slice(self.local_rank * num_local, (self.local_rank + 1) * num_local)
 
 
-def _sent(handle: Any, pad_multiple: int | None) -> _Sent:
-    sent = element_of(handle, 0, _Sent, "dispatch_with_permute of a HybridEPBuffer")
-    if pad_multiple and pad_multiple != sent.pad_multiple:
-        raise ValueError(f"pad_multiple is {pad_multiple}, but the handle's rows are in blocks of {sent.pad_multiple}")
+def _sent(handle: Any, pad_multiple: int | None) -> SentRows:
+    sent = element_of(handle, 0, SentRows, "dispatch_with_permute of a HybridEPBuffer")
+    if pad_multiple and pad_multiple != sent.alignment:
+        raise ValueError(f"pad_multiple is {pad_multiple}, but the handle's rows are in blocks of {sent.alignment}")
     return sent
 
 
@@ -398,9 +323,3 @@ def _static_rows(num_permuted_tokens: int | torch.Tensor | None) -> StaticRows:
     if num_permuted_tokens is None:
         raise ValueError("dispatch_with_permute with non_blocking=True needs num_permuted_tokens")
     return StaticRows(int(num_permuted_tokens), on_overflow="drop")
-
-
-def _padded(of_tokens: torch.Tensor, width: int, value: int) -> torch.Tensor:
-    """Return (num_tokens, k) with more columns of a value, as all ranks dispatch the same number of experts a token."""
-    missing = width - of_tokens.shape[1]
-    return torch.nn.functional.pad(of_tokens, (0, missing), value=value) if missing > 0 else of_tokens.contiguous()

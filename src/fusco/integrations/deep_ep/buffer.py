@@ -1,37 +1,27 @@
-"""DeepEP's buffer (version 1, normal mode) on fusco: rows arrive by source rank, one for each token and rank.
+"""DeepEP's first version on fusco: rows arrive by source rank, one for each token and rank.
 
 Contract: DeepEP v1.2.1, ``deep_ep/buffer.py`` (MIT licence), and its callers in Megatron-core, NeMo Automodel, vLLM and
-SGLang. Everything runs on the current stream: ``previous_event`` is waited for first, ``async_finish`` gives an event
-recorded after the call, ``allocate_on_comm_stream`` has no effect. Of a ``config`` its ``num_sms`` counts. Everywhere
+SGLang. ``allocate_on_comm_stream`` has no effect (see ``base``). Of a ``config`` its ``num_sms`` counts. Everywhere
 ``topk_idx`` is int64 (num_tokens, num_topk), -1 for no expert, ``topk_weights`` float32 of that shape, and the number
-of experts that of all ranks together. Nothing here has gradients: frameworks call it from their own autograd functions.
-Other arguments that a docstring does not name are accepted and ignored: fusco has no such parts.
+of experts that of all ranks together. Other arguments that a docstring does not name are accepted and ignored: fusco
+has no such parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from fusco.core.config import Launch
 from fusco.core.integers import check_integer
-from fusco.integrations.along_handles import biases_of, element_of
+from fusco.integrations.along_handles import element_of
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.events import EventHandle, EventOverlap, finished, wait_for
-from fusco.integrations.growth import GrowingCommunicators
-from fusco.integrations.rank_rows import RankRouting, RankRows, ranks_of
-
-_UNSUPPORTED = (  # beginnings of names
-    "low_latency_",
-    "clean_low_latency_buffer",
-    "get_next_low_latency_combine_buffer",
-    "get_local_buffer_tensor",
-)
-_NO_BUFFER_BYTES = 1  # of size hints: callers make a new buffer if one wants more than theirs has
-_Rows = torch.Tensor | tuple[torch.Tensor, ...]
+from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows, like, payloads_of
+from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, finished, wait_for
+from fusco.integrations.deep_ep.rank_rows import RankRouting, count_of_each, ranks_of
 
 
 @dataclass(frozen=True)
@@ -46,23 +36,28 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Return the same for all sizes: fusco allocates by the calls' own sizes."""
-        return _NO_BUFFER_BYTES
+        return SIZE_HINT
 
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return the same for all sizes."""
-        return _NO_BUFFER_BYTES
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
-class Buffer:
+class Buffer(BufferBase):
     """Dispatch and combine among the ranks of a group, by the calls of DeepEP's normal mode.
 
     Attributes:
         num_sms: what ``set_num_sms`` was given, for callers that read it. Until then calls without a ``config`` take as
-            many multiprocessors as fusco's do.
+            many SMs as fusco's do.
     """
 
     num_sms: ClassVar[int] = 20
     _budget: ClassVar[int | None] = None
+    _offered = "DeepEP's normal mode"
+    _refused = (
+        "low_latency_",
+        "clean_low_latency_buffer",
+        "get_next_low_latency_combine_buffer",
+        "get_local_buffer_tensor",
+    )
 
     def __init__(
         self,
@@ -87,18 +82,13 @@ class Buffer:
             comm: an MPI communicator; not supported.
         """
         if low_latency_mode:
-            _refuse("low_latency_mode=True")
+            self._refuse("low_latency_mode=True")
         if group is None or comm is not None:
             raise ValueError("fusco's Buffer needs a torch.distributed process group, and takes no MPI communicator")
-        self.group, self.rank, self.group_size = group, dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(group)
+        self.rank, self.group_size = self._rank, self._num_ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._comms = GrowingCommunicators(group)
-        self._rows = RankRows(group, self._comms)
-
-    def destroy(self) -> None:
-        """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
-        self._comms.abort()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -107,9 +97,9 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set the multiprocessors of calls without a ``config``; an even number."""
+        """Set the SMs of calls without a ``config``; an even number."""
         if new_num_sms % 2:
-            raise ValueError(f"the number of multiprocessors must be even, got {new_num_sms}")
+            raise ValueError(f"the number of SMs must be even, got {new_num_sms}")
         Buffer.num_sms = Buffer._budget = new_num_sms
 
     @staticmethod
@@ -122,10 +112,7 @@ class Buffer:
         """Return a configuration, the same for any number of ranks."""
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Return a configuration, the same for any number of ranks."""
-        return Buffer.get_dispatch_config(num_ranks)
+    get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(
         self,
@@ -143,9 +130,8 @@ class Buffer:
         wait_for(previous_event)
         num_topk_of(topk_idx, len(topk_idx))
         is_token_in_rank = ranks_of(topk_idx, num_experts, self.group_size).contiguous()
-        of_experts = _count(topk_idx, num_experts)
         per_rank = is_token_in_rank.sum(0, dtype=torch.int32)
-        return per_rank, None, of_experts, is_token_in_rank, finished(async_finish)
+        return per_rank, None, count_of_each(topk_idx, num_experts), is_token_in_rank, finished(async_finish)
 
     @torch.no_grad()
     def dispatch(
@@ -164,7 +150,7 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_Rows, torch.Tensor | None, torch.Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int], tuple[Any, ...] | None, EventOverlap]:
         """Send each token once to every rank that has an expert for it; rows arrive by source rank, then token.
 
         Args:
@@ -182,21 +168,21 @@ class Buffer:
             ``None`` for a cached dispatch, with element 0 int32 (num_ranks, num_ranks) whose column of this rank has
             the cumulated rows of source ranks; the event.
         """
-        payloads = list(x) if isinstance(x, tuple) else [x]
+        num_sms = config.num_sms if config else Buffer._budget
         if handle is not None:
-            with self._comms.rejecting():
-                known = _routing_of(handle)
-            with known.rejecting():
-                wait_for(previous_event)
-                launch = self._launch(config)
+
+            def check(_: RankRouting) -> None:
                 if topk_idx is not None or topk_weights is not None:
                     raise ValueError("a handle has its routing: topk_idx and topk_weights must be None with it")
-                rows_of_tokens = [each.contiguous() for each in payloads]
-            again, _ = known.dispatch_again(rows_of_tokens, None, launch)
-            return again if isinstance(x, tuple) else again[0], None, None, [], None, finished(async_finish)
+
+            events = (previous_event,)
+            _, again, _ = self._dispatch_again(
+                lambda: _routing_of(handle), x, num_sms=num_sms, previous_events=events, check=check
+            )
+            return like(x, again), None, None, [], None, finished(async_finish)
         with self._comms.rejecting():
             wait_for(previous_event)
-            launch = self._launch(config)
+            launch = Launch(num_sms=num_sms)
             if is_token_in_rank is None or num_tokens_per_expert is None:
                 raise ValueError("dispatch needs is_token_in_rank and num_tokens_per_expert, or a handle")
             check_integer("expert_alignment", expert_alignment, least=1)
@@ -205,15 +191,13 @@ class Buffer:
                 raise ValueError(
                     f"num_tokens_per_expert has {num_experts} experts, not as many on all {self.group_size} ranks"
                 )
-            routing, static = (topk_idx, topk_weights, num_experts), num_worst_tokens
-        arrived, sent = self._rows.dispatch(payloads, is_token_in_rank, routing, num_static_rows=static, launch=launch)
-        idx = weights = None
-        if topk_idx is not None:
-            idx = sent.local_idx()
-            weights = sent.weights().clone(memory_format=torch.contiguous_format).masked_fill_(idx < 0, 0)
+            payloads, routing = payloads_of(x), (topk_idx, topk_weights, num_experts)
+        arrived, sent = self._by_rank.dispatch(
+            payloads, is_token_in_rank, routing, num_static_rows=num_worst_tokens, launch=launch
+        )
+        idx, weights = sent.local_idx_and_weights() if topk_idx is not None else (None, None)
         counts = [] if num_worst_tokens else self._counts(sent, idx, num_tokens_per_expert, expert_alignment)
-        rows = arrived if isinstance(x, tuple) else arrived[0]
-        return rows, idx, weights, counts, (self._rows.prefix_matrix(sent), sent), finished(async_finish)
+        return like(x, arrived), idx, weights, counts, (self._by_rank.prefix_matrix(sent), sent), finished(async_finish)
 
     @torch.no_grad()
     def combine(
@@ -238,35 +222,18 @@ class Buffer:
         Returns:
             Sums (num_tokens, hidden); of the weights, float32 (num_tokens, num_topk), or ``None``; the event.
         """
-        with self._comms.rejecting():
-            sent = _routing_of(handle)
-        with sent.rejecting():
-            wait_for(previous_event)
-            launch = self._launch(config)
-            parts = [x.contiguous()]
-            if topk_weights is not None:
-                parts.append(topk_weights.float().contiguous())
-            biases = biases_of(bias, sent.handle.num_tokens, *x.shape[1:])
-        return *sent.sums_of(parts, launch, biases), finished(async_finish)
+        num_sms, events = config.num_sms if config else Buffer._budget, (previous_event,)
+        _, sums, weights = self._combine(
+            lambda: _routing_of(handle), x, topk_weights, num_sms=num_sms, bias=bias, previous_events=events
+        )
+        return sums, weights, finished(async_finish)
 
     internode_dispatch, internode_combine = dispatch, combine
 
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Return the current stream, on which everything runs."""
-        return torch.cuda.current_stream()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(_UNSUPPORTED):
-            _refuse(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(*_: Any) -> NoReturn:
+    @classmethod
+    def get_low_latency_rdma_size_hint(cls, *_: Any) -> int:
         """Raise ``NotImplementedError``."""
-        _refuse("get_low_latency_rdma_size_hint")
-
-    def _launch(self, config: Config | None) -> Launch:
-        return Launch(num_sms=config.num_sms if config else Buffer._budget)
+        cls._refuse("get_low_latency_rdma_size_hint")
 
     def _counts(
         self, sent: RankRouting, idx: torch.Tensor | None, num_tokens_per_expert: torch.Tensor, alignment: int
@@ -278,20 +245,9 @@ class Buffer:
                 to_ranks = num_tokens_per_expert.view(self.group_size, num_local).contiguous()
             counts = sent.comm.all_to_all(None, to_ranks).sum(0)
         else:
-            counts = _count(idx, num_local)
+            counts = count_of_each(idx, num_local)
         return [-(-count // alignment) * alignment for count in counts.tolist()]
 
 
 def _routing_of(handle: Any) -> RankRouting:
     return element_of(handle, 1, RankRouting, "dispatch of a Buffer")
-
-
-def _count(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return how often each expert occurs, int32 (num_experts,); the host does not wait, as in ``torch.bincount``."""
-    places = (idx + 1).clamp_(0, num_experts + 1).flatten()
-    counts = idx.new_zeros(num_experts + 2, dtype=torch.int32)
-    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[1:-1]
-
-
-def _refuse(what: str) -> NoReturn:
-    raise NotImplementedError(f"fusco's deep_ep has DeepEP's normal mode only, not {what}")

@@ -6,7 +6,7 @@ To a communicator, every rank is one expert. The routing travels with the rows, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,22 @@ from fusco.core.config import Launch, StaticRows
 from fusco.cuda.within_node.device_plan import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
 from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 from fusco.integrations.kept_tensors import KeptTensors
-from fusco.integrations.routing_maps import places_of, scattered
+from fusco.integrations.routing_maps import scattered
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes
+NUM_SOURCE_WORDS = 2  # source rank, and its token
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RankRouting(SentHandle):
     """A routing that was dispatched, with what came of other ranks' routing."""
 
     rank: int  # this rank
-    words: torch.Tensor  # int32 (num_rows, 1 + 2 x num_topk): source rank, ids of experts, bits of float32 weights
-    # of this rank's tokens, int64 (num_tokens, num_topk), or ``None`` if only ranks were given
-    topk_idx: torch.Tensor | None
-    num_experts: int  # of all ranks together
+    # int32 (num_rows, 2 + 2 x num_topk): source rank and token, ids of experts, bits of float32 weights
+    words: torch.Tensor
     num_rows: torch.Tensor | None  # rows that arrived, int64 (1,), if those of ``words`` are static; else ``None``
-    kept: KeptTensors = field(default_factory=KeptTensors)  # at most 17 bytes a row and k, 8 a token and k
 
     @property
     def num_local_experts(self) -> int:
@@ -49,7 +47,7 @@ class RankRouting(SentHandle):
     def local_idx(self, first: int = 0, of_others: int = -1) -> torch.Tensor:
         """Return local experts of each row, counted from ``first``, int64 (num_rows, num_topk), or ``of_others``."""
         num_local = self.num_local_experts
-        idx = self.words[:, 1 : 1 + self.words.shape[1] // 2].long()
+        idx = self.words[:, NUM_SOURCE_WORDS : (NUM_SOURCE_WORDS + self.words.shape[1]) // 2].long()
         is_other = idx.div(num_local, rounding_mode="floor") != self.rank
         if (is_row := self.is_row) is not None:
             is_other |= ~is_row
@@ -58,7 +56,19 @@ class RankRouting(SentHandle):
 
     def weights(self) -> torch.Tensor:
         """Return the weights of each row, float32 (num_rows, num_topk), of any rank's experts; a view."""
-        return self.words.view(torch.float32)[:, 1 + self.words.shape[1] // 2 :]
+        return self.words.view(torch.float32)[:, (NUM_SOURCE_WORDS + self.words.shape[1]) // 2 :]
+
+    def local_idx_and_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return local experts of each row, int64 (num_rows, num_topk), -1 for others, and weights, 0 for others."""
+        idx = self.local_idx()
+        return idx, self.weights().clone(memory_format=torch.contiguous_format).masked_fill_(idx < 0, 0)
+
+    def rows_from_ranks(self) -> torch.Tensor:
+        """Return the rows that came from each rank, int64 (num_ranks,)."""
+        is_from = self.words[:, :1] == torch.arange(self.comm.placement.world_size, device=self.words.device)
+        if (is_row := self.is_row) is not None:
+            is_from &= is_row
+        return is_from.sum(0)
 
     def _keep(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self.kept.get(name, self.words.device, make)
@@ -68,7 +78,7 @@ class RankRouting(SentHandle):
         """Columns of ``scattered`` for local experts of rows: int64 (num_rows, num_topk), kept."""
         return self._keep("places", lambda: self.local_idx(first=1, of_others=0))
 
-    def dense_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def by_local_expert(self, weights: torch.Tensor) -> torch.Tensor:
         """Return weights of rows and experts of their tokens by local expert: float32 (num_rows, num_local_experts)."""
         return scattered(self.places, weights, self.num_local_experts)
 
@@ -79,31 +89,13 @@ class RankRouting(SentHandle):
 
     def values_of_pairs(self, local_values: torch.Tensor) -> torch.Tensor:
         """Gather each row's value (num_rows, num_local_experts) for its token's experts; 0 elsewhere."""
-        columns = self._keep("columns", lambda: (self.places - 1).clamp_(min=0))
+        columns = self._keep("columns of rows", lambda: (self.places - 1).clamp_(min=0))
         is_other = self._keep("is other", lambda: self.places == 0)
         return local_values.gather(1, columns).masked_fill_(is_other, 0)
 
-    def weights_of_tokens(self, probs: torch.Tensor) -> torch.Tensor:
-        """Gather the weights of this rank's tokens for their experts: (num_tokens, k) of (num_tokens, num_experts)."""
-        return probs.gather(1, self.require_topk_idx().clamp(min=0))
-
-    def dense_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values (num_tokens, num_topk) of this rank's tokens by expert: (num_tokens, num_experts)."""
-        places = self._keep("places of tokens", lambda: places_of(self.require_topk_idx()))
-        return scattered(places, values, self.num_experts)
-
-    def require_topk_idx(self) -> torch.Tensor:
-        """Return the experts of this rank's tokens; raises ``ValueError`` if only ranks were given."""
-        if self.topk_idx is None:
-            raise ValueError(
-                "weights and values of experts need the handle of a dispatch with topk_idx; this one was made with "
-                "is_token_in_rank only"
-            )
-        return self.topk_idx
-
 
 class RankRows:
-    """Dispatch and combine of rank-major rows, on a communicator that grows."""
+    """Dispatch of rank-major rows, on a communicator that grows."""
 
     def __init__(self, group: dist.ProcessGroup, comms: GrowingCommunicators) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -144,14 +136,22 @@ class RankRows:
             if self._num_ranks > _MAX_RANKS_OF_A_TOKEN:
                 ranks_of_tokens = ranks_of_tokens.topk(_MAX_RANKS_OF_A_TOKEN, dim=1).values
             static = StaticRows(num_static_rows) if num_static_rows else None
-            need = Need.of(sent, ranks_of_tokens.shape[1])
+            need = self._comms.need_of(sent, ranks_of_tokens.shape[1])
 
         def dispatch(grown: Grown) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
             arrived = grown.comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
             *rows, words = arrived.payloads
-            num_rows, handle = arrived.num_rows_per_expert if static else None, arrived.handle
-            of_handle = RankRouting(self._comms, grown, handle, self._rank, words, topk_idx, num_experts, num_rows)
-            return tuple(rows), of_handle
+            return tuple(rows), RankRouting(
+                comms=self._comms,
+                grown=grown,
+                handle=arrived.handle,
+                topk_idx=topk_idx,
+                num_topk=0 if topk_idx is None else topk_idx.shape[1],
+                num_experts=num_experts,
+                rank=self._rank,
+                words=words,
+                num_rows=arrived.num_rows_per_expert if static else None,
+            )
 
         arrived = self._comms.run(purpose, self._num_ranks, need, words.device, dispatch)
         self._checked = purpose
@@ -159,28 +159,31 @@ class RankRows:
 
     def prefix_matrix(self, routing: RankRouting) -> torch.Tensor:
         """Return int32 (num_ranks, num_ranks): cumulated rows of source ranks in this rank's column, else zero."""
-        words = routing.words
-        is_from = words[:, :1] == self.ranks(words.device)
-        if (is_row := routing.is_row) is not None:
-            is_from &= is_row
-        matrix = words.new_zeros(self._num_ranks, self._num_ranks)
-        matrix[:, self._rank] = is_from.sum(0).cumsum(0)
+        matrix = routing.words.new_zeros(self._num_ranks, self._num_ranks)
+        matrix[:, self._rank] = routing.rows_from_ranks().cumsum(0)
         return matrix
+
+    def source_words(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Return this rank and the number of each token, int32 (num_tokens, 2); a view of what is kept."""
+        size = 1 << max(num_tokens - 1, 0).bit_length()
+
+        def make() -> torch.Tensor:
+            tokens = torch.arange(size, dtype=torch.int32, device=device)
+            return torch.stack((torch.full_like(tokens, self._rank), tokens), 1)
+
+        return self._kept.get(f"{size} sources on {device}", device, make)[:num_tokens]
 
     def _ranks_of_tokens(self, is_token_in_rank: torch.Tensor) -> torch.Tensor:
         """Return ranks, int64 (num_tokens, num_ranks); -1 for those that a token is not sent to."""
         device = is_token_in_rank.device
         none = self._kept.get(f"none on {device}", device, lambda: torch.full((), -1, device=device))
-        return torch.where(is_token_in_rank, self.ranks(device), none)
-
-    def ranks(self, device: torch.device) -> torch.Tensor:
-        """Return all ranks, int64 (num_ranks,)."""
-        return self._kept.get(f"ranks on {device}", device, lambda: torch.arange(self._num_ranks, device=device))
+        ranks = self._kept.get(f"ranks on {device}", device, lambda: torch.arange(self._num_ranks, device=device))
+        return torch.where(is_token_in_rank, ranks, none)
 
     def _words(
         self, like: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        source = torch.full((len(like), 1), self._rank, dtype=torch.int32, device=like.device)
+        source = self.source_words(len(like), like.device)
         if topk_idx is None:
             if topk_weights is not None:
                 raise ValueError("topk_weights need topk_idx, the experts that they are of")
@@ -188,6 +191,13 @@ class RankRows:
         require_shape("topk_weights", topk_weights, *topk_idx.shape)
         weights = topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32) if topk_weights is None else topk_weights
         return torch.cat([source, topk_idx.int(), weights.float().contiguous().view(torch.int32)], 1)
+
+
+def count_of_each(idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return how often each expert occurs, int32 (num_experts,); the host does not wait, as in ``torch.bincount``."""
+    places = (idx + 1).clamp_(0, num_experts + 1).flatten()
+    counts = idx.new_zeros(num_experts + 2, dtype=torch.int32)
+    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))[1:-1]
 
 
 def ranks_of(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:

@@ -1,0 +1,202 @@
+"""``fusco bench decode``: time per output token of a Qwen3-MoE shape with expert parallelism."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from fusco.bench.harness.json_lines import write_json_lines
+from fusco.cli import options
+from fusco.cli.reports import Column, report, table_of
+from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.tables import describe_origin, verified_cell
+from fusco.cli.testbed import PlaceOptions
+from fusco.core.requirements import check_fsdp
+from fusco.core.topology import Topology
+
+if TYPE_CHECKING:
+    from fusco.bench.decode.job import DecodeJob
+    from fusco.bench.decode.records import DecodeRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """Options that describe the model, the cases and the variants, and the job that they describe."""
+
+    model: Annotated[
+        Literal["tiny", "qwen3-30b-a3b"] | None,
+        typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b."),
+    ] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NUMBER,...", help="Tokens of a rank in a step, one a sequence. Default: 1 to 512, of tiny 1,8,32."
+        ),
+    ] = None
+    micro_batches: Annotated[
+        list[str], typer.Option(metavar="[1|2],...", help="Parts of a step; of two, one computes as one travels.")
+    ] = ("1,2",)  # type: ignore[assignment]  # typer makes a list of it
+    variants: Annotated[
+        list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
+    ] = None
+    dtype: Annotated[
+        Literal["bfloat16", "fp8", "float32"], typer.Option(help="Of experts' weights and rows; fp8 has scales.")
+    ] = "bfloat16"
+    context: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="Tokens of each sequence before the step; 0: without attention.")
+    ] = 0
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="random|trace|skewS",
+            help="Experts of tokens: random, those of Qwen3-30B-A3B, or random with S times the mean rows on rank 0.",
+        ),
+    ] = "random"
+    iterations: Annotated[int | None, typer.Option(min=1, help="Timed steps. Default: 50, of tiny 20.")] = None
+    seed: options.Seed = 0
+    timeout_s: options.Timeout = 60.0
+
+    def job(self, place: PlaceOptions) -> tuple[DecodeJob, dict[str, str]]:
+        """Return the job, and why variants that are not in it cannot run."""
+        from fusco.bench.decode.job import DecodeJob
+        from fusco.bench.prefill.job import TINY
+        from fusco.fsdp.qwen3 import Qwen3Shape
+
+        topology = place.topology(num_cpu_nodes=1)
+        chosen, skipped = _choose_variants(self.variants, place.device, self.dtype)
+        is_tiny = self.model == "tiny" or (self.model is None and place.device == "cpu")
+        shape = TINY if is_tiny else Qwen3Shape()
+        tokens = self.tokens or ["1,8,32" if is_tiny else "1,8,32,64,128,256,512"]
+        job = DecodeJob(
+            shape=replace(shape, num_layers=self.layers or shape.num_layers),
+            device=place.device,
+            num_ranks=topology.world_size,
+            ranks_per_node=topology.ranks_per_node,
+            tokens=tuple(options.integers(tokens, "tokens")),
+            micro_batches=tuple(options.integers(self.micro_batches, "micro-batches")),
+            variants=chosen,
+            dtype=self.dtype,
+            context=self.context,
+            routing=self.routing,
+            num_iterations=self.iterations or (20 if is_tiny else 50),
+            seed=self.seed,
+            timeout_s=self.timeout_s,
+        )
+        return job, skipped
+
+
+@options.with_groups
+def decode(*, place: PlaceOptions, what: DecodeOptions, json: options.JsonFile = None) -> None:
+    """Measure the time per output token of a Qwen3-MoE shape with random weights, its experts distributed over ranks.
+
+    Each rank has its own sequences, and a step computes one token of each. On CUDA a step is one CUDA graph, except of
+    variants whose host must wait. Outputs are compared with those of a reference that computes all experts on one rank,
+    before anything is timed; exit code 1 if they differ by more than rounding.
+
+    On GPUs: fusco bench decode --device cuda --dtype fp8
+    """
+    check_fsdp("fusco bench decode", ("torch",))
+    from fusco.bench.decode.records import headline
+    from fusco.bench.prefill.records import SkippedRecord
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+    job, skipped = what.job(place)
+    place.run_there((warm_up_cpu,))
+    console = new_console(json)
+    if json and os.environ.get("RANK", "0") == "0":
+        write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)
+    records = _run(job, console, json)
+    if records is None:
+        return
+    _print(job, records, skipped, console)
+    console.print(headline(records), markup=False, highlight=False, soft_wrap=True)
+    report(records, [], console, None, _name)
+
+
+def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the variants that can run, and why the others cannot."""
+    from fusco.bench.decode.exchanges import VARIANTS, obstacle
+
+    wanted = options.choose_names(given, list(VARIANTS), "variants")
+    skipped = {name: why for name in wanted if (why := obstacle(name, device, dtype))}
+    chosen = tuple(name for name in wanted if name not in skipped)
+    if not chosen:
+        raise ValueError("no variant can run here: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+    return chosen, skipped
+
+
+def _run(job: DecodeJob, console: Console, json: Path | None) -> list[DecodeRecord] | None:
+    """Run the job; problems of the machine raise before any process starts."""
+    from fusco.bench.decode.rank import decode_rank
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+    if job.device == "cpu":
+        check_room("weights and caches (--layers, --context)", job.num_bytes, job.num_ranks)
+    # NCCL takes ranks of a node for those of one host, but it refuses ranks of a host that share a GPU.
+    per_host = 1 if job.num_ranks > num_devices(job.device) else job.ranks_per_node
+    hosts = Topology.of_equal_nodes(job.num_ranks, per_host)
+    where: dict[str, Any] = {"device": job.device, "topology": hosts, "prepare": (warm_up_cpu,)}
+    results = run_on_ranks(decode_rank, (job, absolute(json)), job.num_ranks, console, **where)
+    return results[0] if results else None
+
+
+def _case(record: DecodeRecord) -> tuple[int, int]:
+    return record.tokens, record.micro_batches
+
+
+def _name(record: DecodeRecord) -> str:
+    return f"{record.tokens} tokens in {record.micro_batches}, {record.variant}"
+
+
+def _print(job: DecodeJob, records: Sequence[DecodeRecord], skipped: Mapping[str, str], console: Console) -> None:
+    from fusco.bench.decode.exchanges import VARIANTS
+
+    shape = job.shape
+    attention = f"attention to {job.context} tokens" if job.context else "without attention"
+    title = (
+        f"decode, {job.num_ranks} ranks on {job.device}, {job.dtype}, {attention}, {job.routing} routing: "
+        f"{shape.num_layers} layers, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of "
+        f"width {shape.moe_intermediate}"
+    )
+    notes = (
+        "a step: from idle ranks until the next token of every sequence is there, the slowest rank's time, median of "
+        f"{job.num_iterations}",
+        "errors: largest of a token, relative to its vector, against a reference with all experts on one rank",
+        describe_origin(records[0], job.num_ranks),
+    )
+    first = {_case(record): record for record in reversed(records)}
+    fusco_ms = {_case(record): record.tpot_ms for record in records if record.variant == "fusco"}
+
+    def shown(record: DecodeRecord, form: str) -> str:
+        return form.format(record) if record.tpot_ms else "-"
+
+    def ratio(record: DecodeRecord) -> str:
+        ms = fusco_ms.get(_case(record))
+        return f"{record.tpot_ms / ms:.2f}" if ms and record.tpot_ms else "-"
+
+    columns: tuple[Column, ...] = (
+        ("tokens\na rank", lambda record: f"{record.tokens}" if record is first[_case(record)] else ""),
+        ("micro-\nbatches", lambda record: f"{record.micro_batches}" if record is first[_case(record)] else ""),
+        ("variant", "{.variant}"),
+        ("step\nms", lambda record: shown(record, "{.tpot_ms:,.3f}")),
+        ("p99\nms", lambda record: shown(record, "{.p99_ms:,.3f}")),
+        ("tokens\n/s", lambda record: shown(record, "{.tokens_per_s:,}")),
+        ("this\n/ fusco", ratio),
+        ("CUDA\ngraph", lambda record: "yes" if record.is_graph else "no"),
+        ("error of\na layer", "{.layer_error:.1e}"),
+        ("of a\nstep", "{.step_error:.1e}"),
+        ("verified", lambda record: verified_cell(record.verified)),
+    )
+    left = ("tokens\na rank", "micro-\nbatches", "variant")
+    console.print(table_of(records, title, columns, notes, left=left, section=_case))
+    lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
+    lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
