@@ -123,7 +123,7 @@ class Membership:
 
         Raises:
             PeerFailureError: if a rank has died, failed or left, or if a wait of the device has timed out. Then the
-                communicator can only be closed.
+                communicator goes on with ``shrink``, or is closed.
             RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
             ClosedError: if the communicator is broken or closed.
         """
