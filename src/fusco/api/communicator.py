@@ -44,8 +44,8 @@ class Communicator(ExpertMoves):
 
     Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
     ``RejectedInputError`` on all other ranks. It raises ``MismatchError`` on all ranks if inputs do not go together,
-    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator goes
-    on with ``shrink``, or is closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped
+    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator
+    goes on with ``shrink``, or is closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped
     unclosed releases its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
