@@ -48,13 +48,13 @@ class CommunicatorConfig:
     num_experts: int
     num_topk: int
     max_tokens_per_rank: int
-    hidden: int | None
-    dtype: torch.dtype
-    max_bytes_per_token: int | None
-    expert_placement: Any  # as in ``ExpertPlacement.of``
-    ranks_per_node: int | None
-    balancer: Balancer | str | None
-    device: str | torch.device
+    hidden: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    max_bytes_per_token: int | None = None
+    expert_placement: Any = None  # as in ``ExpertPlacement.of``
+    ranks_per_node: int | None = None
+    balancer: Balancer | str | None = None
+    device: str | torch.device = "cpu"
     settings: Settings = field(default_factory=Settings)
 
     def validator(self, rank: int, world_size: int) -> Validator:

@@ -169,9 +169,7 @@ class Elastic(Membership):
             MismatchError: if the arguments are not those of the others, which go on without this process.
             PeerFailureError: if the others fail meanwhile.
         """
-        defaults = dict.fromkeys(("expert_placement", "ranks_per_node", "balancer")) | {"device": "cpu"}
-        given = {**defaults, **{key: value for key, value in arguments.items() if value is not None}}
-        config = CommunicatorConfig(**given)
+        config = CommunicatorConfig(**{key: value for key, value in arguments.items() if value is not None})
         warm_up(config)  # before others wait for it
         limit_s = config.settings.timeout_s
         joining = Joining(JoinStore(store, name, limit_s), rank, join_timeout_s)
