@@ -47,14 +47,14 @@ def step(comm: fusco.Communicator, generator: torch.Generator) -> None:
     torch.testing.assert_close(out, x * (scores * factors[topk_idx]).sum(1, keepdim=True))
 
 
-def is_over(comm: fusco.Communicator, ends_at: float) -> bool:
+def is_over(comm: fusco.Communicator, ends_at: Any) -> bool:
     """Return what the lowest rank says, so that all ranks end after the same step: once all are there again."""
-    says = torch.tensor([[float(time.monotonic() > ends_at and len(comm.ranks) == RANKS)]] * len(comm.ranks))
+    says = torch.tensor([[float(time.monotonic() > ends_at.value and len(comm.ranks) == RANKS)]] * len(comm.ranks))
     splits = [int(each in comm.ranks) for each in range(RANKS)]
     return bool(comm.all_to_all(None, says, splits, splits)[0].item())
 
 
-def serve(rank: int, port: int, is_new: bool, ends_at: float, served: Any) -> None:  # noqa: FBT001
+def serve(rank: int, port: int, is_new: bool, ends_at: Any, served: Any) -> None:  # noqa: FBT001
     """Serve until the time is up; after a failure go on with the ranks that are left."""
     torch.set_num_threads(1)
     comm, store = connect(rank, port, is_new=is_new)
@@ -92,7 +92,7 @@ def main() -> None:
     options = parser.parse_args()
     choices, context = random.Random(options.seed), mp.get_context("spawn")  # noqa: S311
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    served, ends_at = context.Value("q", 0), time.monotonic() + options.seconds
+    served, ends_at = context.Value("q", 0), context.Value("d", float("inf"))
 
     def start(rank: int, *, is_new: bool) -> mp.process.BaseProcess:
         arguments = (rank, store.port, is_new, ends_at, served)
@@ -101,20 +101,33 @@ def main() -> None:
         return process
 
     processes = [start(rank, is_new=False) for rank in range(RANKS)]
-    kill_at = ends_at - 0.7 * options.seconds
+    while not served.value:  # until all have started, and made the communicator
+        time.sleep(0.01)
+        require_alive(processes)
+    began = time.monotonic()
+    ends_at.value, kill_at = began + options.seconds, began + 0.2 * options.seconds
     while any(process.is_alive() for process in processes):
-        before, began = served.value, time.monotonic()
+        before, since = served.value, time.monotonic()
         time.sleep(1.0)
-        rate = (served.value - before) / (time.monotonic() - began)
-        print(f"{options.seconds - (ends_at - time.monotonic()):5.1f} s: {rate:,.0f} tokens/s", flush=True)
-        if kill_at < time.monotonic() < ends_at - 0.3 * options.seconds:
+        rate = (served.value - before) / (time.monotonic() - since)
+        print(f"{time.monotonic() - began:5.1f} s: {rate:,.0f} tokens/s", flush=True)
+        require_alive(processes)
+        if kill_at < time.monotonic() < ends_at.value - 0.3 * options.seconds:
             victim = choices.randrange(RANKS)
             print(f"  rank {victim} is killed", flush=True)
             processes[victim].kill()
             processes[victim].join()
             processes[victim] = start(victim, is_new=True)
             kill_at = time.monotonic() + choices.uniform(0.2, 0.4) * options.seconds
-    assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
+
+
+def require_alive(processes: list[mp.process.BaseProcess]) -> None:
+    """Raise if a process has failed."""
+    codes = [process.exitcode for process in processes]
+    if any(codes):
+        for process in processes:
+            process.kill()
+        raise SystemExit(f"exit codes of the processes: {codes}")
 
 
 if __name__ == "__main__":
