@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from fusco.control.liveness import Liveness
 from fusco.control.member_board import Exclusion, View, excluded
@@ -26,7 +27,7 @@ from fusco.control.status_server import Address, StatusServer
 
 _REMINDER_S = 0.2
 _TURN_S = 0.002  # between looks at what others have proposed
-_PING_S = 0.25  # limit of the answer of a rank that a failure has named; one that is stopped has none
+_PING_S = 1.0  # limit of the answer of a rank that a failure has named; a loaded machine may take some of it
 _NOTICE_S = 1.0  # limit of the delivery of notices to ranks that are left out; a stopped one reads it later
 
 
@@ -62,7 +63,10 @@ class Agreement:
 
     def silent(self, ranks: Iterable[int]) -> set[int]:
         """Return which of these ranks are dead, or do not answer within a short time."""
-        asked = {rank: self._members[rank].address for rank in ranks if rank != self._rank}
+        others = {rank: self._members[rank] for rank in ranks if rank != self._rank}
+        host = self._members[self._rank].host
+        stopped = {rank for rank, each in others.items() if each.host == host and _is_stopped(each.pid)}
+        asked = {rank: each.address for rank, each in others.items() if rank not in stopped}
         silent = set(asked)
         body = json.dumps({"ask": "status"}).encode()
         with self._server.requests() as requests:
@@ -71,7 +75,7 @@ class Agreement:
             deadline = time.monotonic() + _PING_S
             while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
                 pass
-        return {rank for rank in silent if rank in asked} | {rank for rank in asked if self.is_dead(rank)}
+        return silent | stopped | {rank for rank in asked if self.is_dead(rank)}
 
     def is_dead(self, rank: int) -> bool:
         """Return whether a rank's process has ended, or has closed its communicator."""
@@ -171,6 +175,15 @@ class Agreement:
     def _has_proposed(self, rank: int, view: View) -> bool:
         theirs = self._board.views.get(rank)
         return theirs is not None and (theirs.number, theirs.members) == (view.number, view.members)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine is stopped, by a signal or a debugger."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False  # it has ended, which others say
+    return state in "Tt"
 
 
 def notify_excluded(server: StatusServer, view: View, told_by: int, addresses: Mapping[int, Address]) -> None:
