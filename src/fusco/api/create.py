@@ -264,7 +264,7 @@ def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -
     places = zip(gather.members, peer_info.hosts, strict=True)
     nodes = [(host, number // ranks_per_node if ranks_per_node else 0) for number, host in places]
     topology = Topology.of_members(gather.members, nodes)
-    if topology.num_nodes > len(set(nodes)):
+    if topology.num_nodes > len(set(nodes)) and not gather.rank:  # once for all ranks
         LOGGER.warning(
             "nodes have different numbers of ranks now, so %d ranks go on as %d nodes of %d",
             topology.world_size,
