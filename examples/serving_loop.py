@@ -21,7 +21,7 @@ import fusco
 
 RANKS, EXPERTS, TOPK, TOKENS, HIDDEN = 4, 8, 2, 256, 512
 SIZES = {"num_experts": EXPERTS, "num_topk": TOPK, "max_tokens_per_rank": TOKENS, "max_bytes_per_token": 4 * HIDDEN}
-SETTINGS, STEPS_BETWEEN_GROWING = fusco.Settings(timeout_s=5.0), 50
+SETTINGS, STEPS_BETWEEN_GROWING = fusco.Settings(timeout_s=5.0), 10
 
 
 def connect(rank: int, port: int, *, is_new: bool) -> tuple[fusco.Communicator, dist.Store]:
