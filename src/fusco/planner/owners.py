@@ -153,7 +153,7 @@ def _nearest(ranks: list[int], rank: int, topology: Topology) -> list[bool]:
 def _units(shares: npt.NDArray[np.float64], numbers: IntArray) -> IntArray:
     """Return integers in proportion to the shares of each expert, with sum ``_UNITS``, by largest remainder."""
     units, first = np.zeros(len(shares), np.int64), 0
-    for number in numbers.tolist():
+    for number in filter(None, numbers.tolist()):  # an expert that is lost has no owner
         of_expert = shares[first : first + number]
         total = math.fsum(of_expert)  # the same whatever order NumPy adds in
         exact = (of_expert / total if total else np.full(number, 1.0 / number)) * _UNITS
