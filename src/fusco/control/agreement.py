@@ -156,7 +156,8 @@ class Agreement:
         left, newest = set(view.members), view.number
         left -= {rank for rank in others if self.is_dead(rank)}
         if time.monotonic() - self._progress_at > self._limit_s:
-            left -= {rank for rank in others if not self._has_proposed(rank, view)}
+            views = self._board.views  # one that has proposed a newer view is not late
+            left -= {rank for rank in others if rank not in views or views[rank].number < view.number}
         for rank in others:
             theirs = self._board.views.get(rank)
             if rank not in left or theirs is None or theirs.number <= self._board.installed.number:
