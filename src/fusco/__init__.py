@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fusco.core.errors import (
         ClosedError as ClosedError,
         CompileError as CompileError,
+        ExcludedError as ExcludedError,
         FuscoError as FuscoError,
         LaunchError as LaunchError,
         MismatchError as MismatchError,
@@ -76,8 +77,8 @@ _MODULE_TO_NAMES = {
     "api.move_task": "MoveTask Pace",
     "core.config": "Capacity Settings Launch StaticRows",
     "core.memory_size": "MemorySize",
-    "core.errors": "ClosedError CompileError FuscoError LaunchError MismatchError OutputMemoryError PeerFailureError "
-    "RejectedInputError SharedMemoryError RowOverflowError ThreadError TransportError",
+    "core.errors": "ClosedError CompileError ExcludedError FuscoError LaunchError MismatchError OutputMemoryError "
+    "PeerFailureError RejectedInputError SharedMemoryError RowOverflowError ThreadError TransportError",
     "core.groups": "Groups",
     "core.lanes": "Lanes Runs",
     "core.placement": "ExpertPlacement",

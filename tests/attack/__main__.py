@@ -14,7 +14,7 @@ from attack.kinds import Attacks
 
 # Share of the time that each kind gets.
 _SHARES = {"random": 0.35, "soak": 0.15, "faults": 0.2, "clients": 0.05, "peers": 0.07, "addresses": 0.03}
-_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05}
+_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.15, "joiners": 0.05}
 
 
 def main() -> int:

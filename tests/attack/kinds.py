@@ -13,7 +13,7 @@ from random import Random
 
 from fault_jobs import Fate
 
-from attack import moves, on_ranks, rails_attacks, saves, shim_attacks
+from attack import elastic, moves, on_ranks, rails_attacks, saves, shim_attacks
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from fusco.ranks.local_world import LocalWorld
@@ -47,6 +47,8 @@ class Attacks:
             "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
             "saves": self.saves,
             "moves": self.moves,
+            "survivors": lambda number: elastic.go_on(self._random_of("survivors", number), self._seed, number),
+            "joiners": lambda number: elastic.come_back(self._random_of("joiners", number), self._seed, number),
         }
         warm_up()
 

@@ -260,6 +260,8 @@ def replace_experts(at: Round) -> None:
     """Replace the placement of experts in places; all later rounds follow it."""
     if at.comm.placement.has_places:
         num_places = len(at.comm.placement.rank_to_experts[0])
+        if num_places * len(at.everyone) < at.setup.num_experts:
+            return  # some experts are lost with a rank, and there is no room for them
         placement = random_placement(at.random, at.setup.num_experts, len(at.everyone), num_places)
         at.comm.place(placement)
         assert at.comm.placement == placement
@@ -269,7 +271,7 @@ def reject_input(at: Round) -> None:
     """Invalid input on one rank: it raises the error, and all others raise ``RejectedInputError``."""
     mistaken = at.random.choice(at.everyone)
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    error, text = fusco.RejectedInputError, f"rank {mistaken} rejected its input"
+    error, text = fusco.RejectedInputError, f"rank {at.comm.topology.numbers[mistaken]} rejected its input"
     if at.rank == mistaken:
         ids += at.setup.num_experts
         error, text = ValueError, str(at.setup.num_experts)

@@ -77,9 +77,18 @@ def no_op(group: dist.ProcessGroup) -> int:
 def law_of(comm: fusco.Communicator, case: Case, alignment: int = 1, rows_per_expert: int | None = None) -> Law:
     """Return the specification applied to a case on this communicator; with places, to physical experts."""
     ids, placement = case.world_topk_idx, comm.placement
+    if placement.lost_experts:
+        ids = [_without_lost(of_rank, placement) for of_rank in ids]
     if placement.has_places:
         ids = choose_owners(ids, placement.physical_to_logical, placement.shares, comm.topology.rank_to_node)
     return Law(ids, placement.physical.expert_to_rank, alignment, rows_per_expert)
+
+
+def _without_lost(ids: torch.Tensor, placement: fusco.ExpertPlacement) -> torch.Tensor:
+    """Return -1 for experts that no rank has; without places, the others are numbered anew."""
+    kept = [expert for expert in range(placement.num_experts) if expert not in placement.lost_experts]
+    numbers = {expert: expert if placement.has_places else i for i, expert in enumerate(kept)}
+    return torch.tensor([[numbers.get(each, -1) for each in row] for row in ids.tolist()]).view_as(ids)
 
 
 def poison(*outputs: torch.Tensor) -> None:
@@ -110,7 +119,7 @@ def check_combine(
     out = comm.combine(y[comm.rank], handle, weights="topk" if weights else None)
     assert out.dtype == y[comm.rank].dtype
     # Partial sums are sent in the wire dtype between nodes, and on CUDA between ranks, too.
-    is_on_cpu = isinstance(comm, fusco.Communicator)
+    is_on_cpu = not isinstance(comm, OnDevice)
     sums = law.sums(comm.rank, y, weights, comm.topology.rank_to_node if is_on_cpu else law.ranks)
     num_hops = 2 if not is_on_cpu and comm.topology.num_nodes > 1 else 1
     assert_within(out, sums.exact, law.error_bound(sums, out.dtype, wire_dtype, num_hops), "combine")

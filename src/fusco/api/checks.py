@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from fusco.api.handle import Handle, version_of
 from fusco.core.config import Capacity, Launch, StaticRows
+from fusco.core.errors import name_ranks
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
@@ -21,6 +24,7 @@ from fusco.planner.routing import Routing
 
 MAX_DIMS = 6  # a record's text has room for as many with MAX_PAYLOADS, for any sizes
 _DEFAULT_LAUNCH = Launch()
+_Checks = TypeVar("_Checks", bound="Checks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,36 @@ class Checks:
     wire_dtype: torch.dtype | None
     device: torch.device
     caller_placement: ExpertPlacement | None = None  # when it was made; ``None`` means the same
+    members: tuple[int, ...] = ()  # the number of each rank once ranks are absent; ``rank`` counts these
+    placement_of_all: ExpertPlacement | None = None  # with the experts of absent ranks; ``None`` if none is absent
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the group."""
+        return self.members[self.rank] if self.members else self.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group, absent ones included."""
+        return self.placement_of_all.world_size if self.placement_of_all else self.placement.world_size
+
+    @cached_property
+    def number_to_rank(self) -> dict[int, int]:
+        """The rank, among those that take part, of each of their numbers."""
+        return {number: rank for rank, number in enumerate(self.members or range(self.placement.world_size))}
+
+    def of_members(self: _Checks, members: tuple[int, ...], placement: ExpertPlacement) -> _Checks:
+        """Return the same for the ranks that are left; ``placement`` is that of all ranks."""
+        absent = set(range(placement.world_size)) - set(members)
+        of_callers = placement.without_ranks(absent)
+        return replace(
+            self,
+            rank=members.index(self.rank),
+            placement=replace(of_callers.of_members(members).physical),  # another object: handles know theirs
+            caller_placement=of_callers,
+            members=members,
+            placement_of_all=placement,
+        )
 
     @property
     def num_experts(self) -> int:
@@ -49,11 +83,15 @@ class Checks:
         self._tensor("the base of segments", segments.memory)
         if not isinstance(rank, int):
             raise TypeError(f"a rank must be an integer, got {rank!r}")
-        if rank == self.rank or not 0 <= rank < self.placement.world_size:
+        if rank == self.number or rank not in self.number_to_rank:
             raise ValueError(
-                f"rank {self.rank} cannot exchange segments with rank {rank}: it must be another rank of a group of "
-                f"{self.placement.world_size}"
+                f"rank {self.number} cannot exchange segments with rank {rank}: it must be another rank of "
+                f"{self._describe_ranks()}"
             )
+
+    def _describe_ranks(self) -> str:
+        left = f", of which {name_ranks(self.members)} are left" if self.members else ""
+        return f"a group of {self.num_ranks}{left}"
 
     def require_routing(self, routing: Routing) -> None:
         """Raise unless ``routing`` is valid for a dispatch."""
@@ -230,9 +268,10 @@ class Checks:
         if not isinstance(handle, Handle):
             raise TypeError(f"handle must be the handle of a dispatch (sent.handle), got {type(handle).__name__}")
         if handle.plan.rank != self.rank or handle.plan.placement is not self.placement:
+            or_members = ", or from before its members changed" if self.members else ""
             raise ValueError(
-                f"the handle (of {handle.num_tokens} tokens, top-{handle.num_topk}) comes from another communicator: "
-                f"use it with the one whose dispatch returned it"
+                f"the handle (of {handle.num_tokens} tokens, top-{handle.num_topk}) comes from another communicator"
+                f"{or_members}: use it with the one whose dispatch returned it"
             )
 
     def require_partners(self, *payloads: Mapping[int, Segments]) -> None:
@@ -246,9 +285,9 @@ class Checks:
             if not isinstance(segments, Segments):
                 raise TypeError(f"shuffle takes Segments, got {type(segments).__name__} for rank {rank}")
             self._tensor(f"the base of segments for rank {rank}", segments.memory)
-        outside = sorted({rank for part in payloads for rank in part if not 0 <= rank < self.placement.world_size})
+        outside = sorted({rank for part in payloads for rank in part} - self.number_to_rank.keys())
         if outside:
-            raise ValueError(f"shuffle names rank(s) {outside} outside a group of {self.placement.world_size}")
+            raise ValueError(f"shuffle names rank(s) {outside} outside {self._describe_ranks()}")
 
     @property
     def _is_capturing(self) -> bool:

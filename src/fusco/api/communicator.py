@@ -46,9 +46,9 @@ class Communicator(ExpertMoves):
 
     Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
     ``RejectedInputError`` on all other ranks. It raises ``MismatchError`` on all ranks if inputs do not go together,
-    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator can
-    only be closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases its
-    resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
+    and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator
+    goes on with ``shrink``, or is closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped
+    unclosed releases its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
@@ -394,8 +394,11 @@ class Communicator(ExpertMoves):
         if output is not None or not wants_grad(input):
             return request.output
 
+        of_group = self._validator.rows_of_group
+        sent, received = of_group(request.send_rows), of_group(request.receive_rows)
+
         def way_back(grad: torch.Tensor) -> torch.Tensor:
-            return self.all_to_all(None, grad, request.send_rows, request.receive_rows, schedule=schedule)
+            return self.all_to_all(None, grad, sent, received, schedule=schedule)
 
         return cast("torch.Tensor", ExchangeRows.apply(input, Precomputed(request.output), way_back))  # type: ignore[no-untyped-call]
 
@@ -410,7 +413,7 @@ class Communicator(ExpertMoves):
         with self._session.access.using("gather_send"):
             self._validator.validate_segments("gather_send", segments, dst)
             with self._session.point_to_point(name := f"gather_send to rank {dst}"):
-                self._engine.stream(name, {dst: segments}, {})
+                self._engine.stream(name, {self._validator.number_to_rank[dst]: segments}, {})
 
     @uncompiled
     def scatter_recv(self, segments: Segments, src: int) -> None:
@@ -421,7 +424,7 @@ class Communicator(ExpertMoves):
         with self._session.access.using("scatter_recv"):
             self._validator.validate_segments("scatter_recv", segments, src)
             with self._session.point_to_point(name := f"scatter_recv from rank {src}"):
-                self._engine.stream(name, {}, {src: segments})
+                self._engine.stream(name, {}, {self._validator.number_to_rank[src]: segments})
         count_as_changed(segments.base)
 
     def __enter__(self) -> Communicator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from fusco.api.memory_size import memory_size_hint
 from fusco.api.validation import Validator
@@ -16,6 +18,7 @@ from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exc
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import SegmentSizes
+from fusco.control.member_gather import Gather, MemberGather, NewerViewError
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -36,6 +39,8 @@ from fusco.planner.balancer import DEFAULT_BALANCERS, Balancer, checked_balancer
 from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
 
+_LONGEST_TEXT = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorConfig:
@@ -44,13 +49,13 @@ class CommunicatorConfig:
     num_experts: int
     num_topk: int
     max_tokens_per_rank: int
-    hidden: int | None
-    dtype: torch.dtype
-    max_bytes_per_token: int | None
-    expert_placement: Any  # as in ``ExpertPlacement.of``
-    ranks_per_node: int | None
-    balancer: Balancer | str | None
-    device: str | torch.device
+    hidden: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    max_bytes_per_token: int | None = None
+    expert_placement: Any = None  # as in ``ExpertPlacement.of``
+    ranks_per_node: int | None = None
+    balancer: Balancer | str | None = None
+    device: str | torch.device = "cpu"
     settings: Settings = field(default_factory=Settings)
 
     def validator(self, rank: int, world_size: int) -> Validator:
@@ -129,6 +134,19 @@ class CommunicatorParts:
     session: Session  # keeps all ranks in the same collective; its ``close`` frees all connections
     engine: Engine[Any]  # moves rows; closed before the session
     validator: Validator  # checks arguments
+    config: CommunicatorConfig | None = None  # what they were made of; ``None`` if their members cannot change
+    store: Store | None = None  # where other processes may ask to join
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a communicator keeps when its members change: the placement of all ranks, absent ones too, and its thread.
+
+    ``access`` is ``None`` for a rank that joins.
+    """
+
+    placement: ExpertPlacement
+    access: Access | None
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -193,34 +211,78 @@ def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> 
     store_gather.part()
 
 
-def _create(store_gather: StoreGather, config: CommunicatorConfig) -> CommunicatorParts:
+def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) -> CommunicatorParts:
+    """Make the parts of a next generation, together with its members.
+
+    Raises ``NewerViewError`` if one of them agrees on other members meanwhile, and as ``Communicator`` does.
+    """
+    gather.begin()
+    try:
+        return _create(gather, config, kept)
+    except (PeerFailureError, NewerViewError):
+        raise
+    except Exception as error:
+        with cleanup_after(error, "the other ranks could not be notified"):
+            gather.part(reason=_failure(gather.members[gather.rank], error))
+        raise
+
+
+def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None = None) -> CommunicatorParts:
     validator, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:
-        validator = config.validator(store_gather.rank, store_gather.world_size)
+        validator = config.validator(store_gather.members[store_gather.rank], store_gather.num_ranks)
         device = DeviceIdentity.of(validator.device)
     except Exception as error:  # noqa: BLE001  raised again, once all ranks know
         validator, rejection = None, error
     fields = config.fields(validator) if validator else {}
+    if kept and validator:
+        validator = validator.of_members(store_gather.members, kept.placement)
+        fields = {**fields, "members": str(store_gather.members), "placement": kept.placement.digest}
+        fields = {name: _short(value) for name, value in fields.items()}  # a request to a status server has 64 KiB
     fingerprint = CollectiveFingerprint("Communicator", fields, first_line(rejection) if rejection else "")
     peer_info = exchange_peer_info(store_gather, fingerprint, device)
     if rejection:
         raise rejection
     assert validator is not None
     check_devices(peer_info)
-    topology = Topology.from_hosts(peer_info.hosts, config.ranks_per_node)
+    topology = _topology(store_gather, peer_info, config.ranks_per_node)
     num_rails = len(configured_rails())
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
-    parts = connect_parts(store_gather, engine_config, peer_info, validator)
+    parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
     _log_start(validator, engine_config)
-    return parts
+    store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
+    return replace(parts, config=config, store=store)
+
+
+def _short(value: Any) -> Any:
+    """Return a value of a fingerprint, a long text as a hash."""
+    is_long = isinstance(value, str) and len(value) > _LONGEST_TEXT
+    return hashlib.sha256(value.encode()).hexdigest() if is_long else value
+
+
+def _topology(gather: Gather, peer_info: PeerInfo, ranks_per_node: int | None) -> Topology:
+    """Return the topology of the ranks; of members it says on how many nodes of how many ranks they go on."""
+    if not isinstance(gather, MemberGather):
+        return Topology.from_hosts(peer_info.hosts, ranks_per_node)
+    places = zip(gather.members, peer_info.hosts, strict=True)
+    nodes = [(host, number // ranks_per_node if ranks_per_node else 0) for number, host in places]
+    topology = Topology.of_members(gather.members, nodes)
+    if topology.num_nodes > len(set(nodes)) and not gather.rank:  # once for all ranks
+        LOGGER.warning(
+            "nodes have different numbers of ranks now, so %d ranks go on as %d nodes of %d",
+            topology.world_size,
+            topology.num_nodes,
+            topology.ranks_per_node,
+        )
+    return topology
 
 
 def describe(validator: Validator, topology: Topology) -> str:
     """Return what a communicator is, in a line."""
     capacity = validator.capacity
     return (
-        f"rank {validator.rank} of {topology.world_size}, {validator.device}, nodes {topology.num_nodes} x "
+        f"rank {validator.number} of {topology.world_size}, {validator.device}, nodes {topology.num_nodes} x "
         f"{topology.ranks_per_node}, experts {validator.num_experts}, top-{capacity.num_topk}, at most "
         f"{capacity.max_tokens_per_rank} tokens of {capacity.max_bytes_per_token} bytes"
     )
@@ -246,7 +308,11 @@ def _failure(rank: int, error: BaseException) -> str:
 
 
 def connect_parts(
-    store_gather: StoreGather, config: EngineConfig, peer_info: PeerInfo, validator: Validator
+    store_gather: Gather,
+    config: EngineConfig,
+    peer_info: PeerInfo,
+    validator: Validator,
+    access: Access | None = None,
 ) -> CommunicatorParts:
     """Connect to all other ranks and make the engine; after a failure everything is closed again.
 
@@ -256,7 +322,7 @@ def connect_parts(
     def report(kind: object, error: BaseException | None, trace: object) -> None:  # noqa: ARG001
         if error is not None and not isinstance(error, FuscoError):
             with cleanup_after(error, "the other ranks could not be notified"):
-                connections.watchdog.give_up(_failure(store_gather.rank, error))
+                connections.watchdog.give_up(_failure(validator.number, error))
 
     with ExitStack() as resources:
         engine: Engine[Any]
@@ -280,7 +346,7 @@ def connect_parts(
             engine = on_cpu = CpuEngine(connections, config)
             connections = replace(connections, mesh=on_cpu.mesh or connections.mesh)
         resources.callback(engine.close)
-        access = Access(f"rank {store_gather.rank}'s communicator #{store_gather.number}")
+        access = access or Access(f"rank {validator.number}'s communicator #{store_gather.number}")
         session = Session(store_gather.rank, connections, access, on_broken=engine.abort)
         resources.pop_all()
     return CommunicatorParts(session, engine, validator)

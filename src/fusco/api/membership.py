@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from fusco.api.create import CommunicatorParts, describe
@@ -14,6 +15,7 @@ from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.keeping import leak
 from fusco.control.session import Session
 from fusco.control.threads import within
+from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, PeerFailureError, ThreadError, cleanup_after, first_line
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile
@@ -46,6 +48,8 @@ class Membership:
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
+        self._config, self._num_lost_before = parts.config, 0
+        self._store = parts.store or getattr(self, "_store", None)
         self._is_closed = False
         self._owners = Owners(parts.session, parts.engine, parts.validator)
         num_experts, device = parts.validator.num_experts, parts.validator.device
@@ -65,12 +69,12 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
-        return self._validator.rank
+        """Rank of this process in the group; it never changes."""
+        return self._validator.number
 
     @property
     def topology(self) -> Topology:
-        """The node of each rank."""
+        """The node of each rank; once ranks are absent, of those that are left, by ``topology.numbers``."""
         return self._engine.topology
 
     @property
@@ -119,7 +123,7 @@ class Membership:
 
         Raises:
             PeerFailureError: if a rank has died, failed or left, or if a wait of the device has timed out. Then the
-                communicator can only be closed.
+                communicator goes on with ``shrink``, or is closed.
             RowOverflowError, ValueError: as ``synchronize`` does, for an earlier dispatch into static rows.
             ClosedError: if the communicator is broken or closed.
         """
@@ -127,6 +131,17 @@ class Membership:
             self._session.check()
             if error := self._engine.pending_error():
                 raise error
+
+    @contextmanager
+    def limit(self, timeout_s: float) -> Iterator[None]:
+        """Give the calls inside a time limit of their own, on this rank: ``with comm.limit(2.0): comm.dispatch(...)``.
+
+        For what should be found out sooner or later than ``Settings.timeout_s``, such as a step of serving whose ranks
+        are known to be in step. On CUDA it limits the waits of the host; those of kernels keep the limit of the
+        settings, but end with the host's. A call that fails here fails on all ranks.
+        """
+        with self._session.limited(Settings(timeout_s=timeout_s).timeout_s):  # checks it
+            yield
 
     def hand_over(self) -> None:
         """Let another thread own the communicator: the next one that calls a verb."""
@@ -257,7 +272,7 @@ class Membership:
     def _end(self) -> None:
         self._is_closed = True
         if self._finalizer.detach():
-            _close(self._session, self._engine)
+            release(self._session, self._engine)
 
     def _end_together(self) -> None:
         """Wait until all ranks close and their devices have finished."""
@@ -283,10 +298,13 @@ class Membership:
         self._engine.finish()
 
 
-def _close(session: Session, engine: Engine[Any]) -> None:
-    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory."""
+def release(session: Session, engine: Engine[Any], *, holds_status_server: bool = False) -> None:
+    """Release all resources without waiting for other ranks; the engine first, as it uses the session's memory.
+
+    The status server stays if the next members go on with it.
+    """
     with ExitStack() as resources:
-        resources.callback(session.close)
+        resources.callback(partial(session.close, holds_status_server=holds_status_server))
         resources.callback(engine.close)
         session.end("it is closed")
 
@@ -303,7 +321,7 @@ def _release_dropped(session: Session, engine: Engine[Any], name: str) -> None:
         finally:
             try:
                 with session.access.alone("the release"):
-                    _close(session, engine)
+                    release(session, engine)
             except ThreadError:  # the process ends while a daemon thread is in a call, which still uses the memory
                 leak((session, engine))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusco.api.collective import run_collective
+from fusco.api.elastic import Elastic
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
-from fusco.api.membership import Membership
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
 from fusco.api.placement_move import PlacementMove
 from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
@@ -21,16 +23,17 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
 from fusco.engine.base import Pending
-from fusco.placement.batch import Balance, BatchPlan
+from fusco.placement.batch import Balance, BatchPlan, IntArray
 from fusco.placement.move_steps import MoveSteps
-from fusco.placement.moves import MovePlan, Placement
+from fusco.placement.moves import MovePlan, Placement, as_places
 from fusco.placement.placement import PlannedPlacement
 
 _PACE = Pace(step_bytes=64 << 20)  # of a move that the caller waits for
 Weights = Sequence[torch.Tensor]
+Load = Callable[[int], Weights]  # of one expert
 
 
-class ExpertMoves(Membership):
+class ExpertMoves(Elastic):
     """The verbs of a ``Communicator`` that place, plan and move experts."""
 
     @uncompiled
@@ -81,7 +84,13 @@ class ExpertMoves(Membership):
 
     @uncompiled
     def move_experts(
-        self, weights: Weights | None, old: Placement, new: Placement, *, targets: Weights | None = None
+        self,
+        weights: Weights | None,
+        old: Placement,
+        new: Placement,
+        *,
+        targets: Weights | None = None,
+        load: Load | None = None,
     ) -> None:
         """Move the weights of experts between placements: afterwards, place p of rank r has the expert ``new[r][p]``.
 
@@ -100,6 +109,9 @@ class ExpertMoves(Membership):
             targets: tensors to move into, of the dtypes and rows of ``weights``, with the places of ``new``. ``None``
                 moves in place: a place that keeps its expert is not touched. Places that are empty in ``new`` are never
                 touched.
+            load: for experts that no rank has in ``old``, such as those that were lost with a rank: returns the tensors
+                of one expert, as ``weights`` have it in a place, from wherever it is (host memory, a checkpoint). Each
+                rank calls it for its own new experts, before anything moves. Give it on all ranks or on none.
 
         Raises:
             TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
@@ -109,7 +121,7 @@ class ExpertMoves(Membership):
 
         On CUDA the host waits for the device once, before the new experts are put into their places.
         """
-        self.start_moving_experts(weights, old, new, targets=targets, pace=_PACE).wait()
+        self.start_moving_experts(weights, old, new, targets=targets, load=load, pace=_PACE).wait()
 
     @uncompiled
     def start_moving_experts(
@@ -119,6 +131,7 @@ class ExpertMoves(Membership):
         new: Placement,
         *,
         targets: Weights | None = None,
+        load: Load | None = None,
         pace: Pace | None = None,
     ) -> MoveTask:
         """Begin ``move_experts`` in steps, between which any other verb may be called; a collective.
@@ -131,20 +144,23 @@ class ExpertMoves(Membership):
             old: as in ``move_experts``.
             new: as in ``move_experts``.
             targets: as in ``move_experts``.
+            load: as in ``move_experts``.
             pace: size of a step, and the share of time; ``None`` means the defaults. Steps must be of the same size on
                 all ranks.
         """
         pace = pace or Pace()
         with self.rejecting():
             self._require_eager("move_experts")
-            move = PlacementMove.of((old, new), self.topology, self.rank, weights, targets)
+            placements = self._of_members(old, "old"), self._of_members(new, "new")
+            rank = self._validator.rank
+            move = PlacementMove.of(placements, self.topology, rank, weights, targets, load)
             self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
             name = "weights" if move.is_in_place else "targets"
             self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
             steps = MoveSteps(move.plan, pace.step_bytes)
         fields = {**move.fields, "step_bytes": pace.step_bytes}
         self._agree(CollectiveFingerprint("move_experts", fields))
-        transfers = RankTransfers(steps, self.rank, move.read, self._validator.device)
+        transfers = RankTransfers(steps, rank, move.read, self._validator.device)
         end = partial(self._end_move, partial(move.put, transfers.arrived))
         return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
 
@@ -175,8 +191,9 @@ class ExpertMoves(Membership):
         """
         with self.rejecting():
             self._require_eager("prefetch_experts")
-            copies = Copies.of(plan, self.placement, self.topology, spare_places)
-            experts = self.placement.rank_to_experts[self.rank]
+            rank, placement = self._validator.rank, self._owners.of_members(self.placement)
+            copies = Copies.of(self._renumbered(plan), placement, self.topology, spare_places)
+            experts = placement.rank_to_experts[rank]
             num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
             self._validator.require_experts("weights", weights, num_homes)
         is_needed = list(map(wants_grad, weights))
@@ -190,16 +207,33 @@ class ExpertMoves(Membership):
         moves = copies.moves(homes.bytes_per_expert)
 
         def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
-            return homes.pieces(copies.held_place(int(moves.experts[i]), self.rank), begin, end)
+            return homes.pieces(copies.held_place(int(moves.experts[i]), rank), begin, end)
 
         arrived = self._run_moves("prefetch_experts", moves, read)
         spares = tuple(weight.new_zeros((spare_places, *weight.shape[1:])) for weight in weights)
-        copies.put(spares, moves, arrived, self.rank)
+        copies.put(spares, moves, arrived, rank)
         if not any(is_needed):
             return spares
         like = [weight.detach() for weight in weights if wants_grad(weight)]
         way_back = partial(self._return_gradients, copies, [(each.shape, each.dtype) for each in like])
         return tuple(PrefetchExperts.apply(Prefetched(spares), way_back, *weights))  # type: ignore[no-untyped-call]
+
+    def _of_members(self, placement: Placement, name: str) -> IntArray:
+        """Return the places of the ranks that are left; ``ValueError`` if absent ones are to have experts."""
+        places, members = as_places(placement, name), self._validator.members
+        if not members:
+            return places
+        if len(places) != self._validator.num_ranks:
+            raise ValueError(f"{name} has {len(places)} ranks, the group has {self._validator.num_ranks}")
+        for rank in range(len(places)) if name == "new" else ():
+            if rank not in members and (there := places[rank][places[rank] >= 0]).size:
+                raise ValueError(f"new has expert {there[0]} on rank {rank}, which is absent")
+        return places[list(members)]
+
+    def _renumbered(self, plan: BatchPlan) -> BatchPlan:
+        """Return a plan whose ranks count those that are left."""
+        numbers = np.array(self.topology.numbers)
+        return replace(plan, ranks=np.searchsorted(numbers, plan.ranks)) if self._validator.members else plan
 
     def _return_gradients(
         self, copies: Copies, shapes: Sequence[tuple[torch.Size, torch.dtype]], grads: Sequence[torch.Tensor]
@@ -218,7 +252,9 @@ class ExpertMoves(Membership):
         self, name: str, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         """Run all steps of moves; return what has arrived here, by transfer."""
-        transfers = RankTransfers(MoveSteps(moves, _PACE.step_bytes), self.rank, read, self._validator.device)
+        transfers = RankTransfers(
+            MoveSteps(moves, _PACE.step_bytes), self._validator.rank, read, self._validator.device
+        )
         for step in range(transfers.num_steps):
             request = transfers.request(step)
             self._exchange_step(name, request, is_held=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,18 +43,27 @@ class Owners:
 
     Attributes:
         placement: the present placement.
+        placement_of_all: the same with the experts of ranks that are absent.
     """
 
     def __init__(self, session: Session, engine: Engine[Any], validator: Validator) -> None:
         self._session, self._engine, self._validator = session, engine, validator
         self.placement = validator.caller_placement or validator.placement
+        self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
         self._batch: tuple[OwnerTables, Int32Array] | None = None  # of the plan that the next dispatch follows
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
         self._max_counts = 2 * ControlLayout(engine.topology).max_counts
-        if self.placement.has_places:
+        self._lost: torch.Tensor | None = None  # by expert id + 1: True for one that no rank has
+        self._num_lost: torch.Tensor | int = 0
+        if self.placement.has_places or self.placement.lost_experts:
             self._take(self.placement, self._tables_of(self.placement))
+
+    @property
+    def num_lost_rows(self) -> int:
+        """Pairs of a token and an expert that is lost, in the dispatches of this rank; on CUDA waits for the device."""
+        return int(self._num_lost)
 
     @property
     def are_chosen(self) -> bool:
@@ -77,17 +86,26 @@ class Owners:
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.device == self._validator.device
         if not is_tensor or topk_idx.dtype not in INDEX_DTYPES or self._session.broken or self._choice is None:
             return topk_idx
+        found = self._without_lost(topk_idx.detach())
         if tables is self._tables:
-            return self._choice.choose(topk_idx.detach(), bounds)
+            return self._choice.choose(found, bounds)
         self._choice.place(tables)
         try:
-            return self._choice.choose(topk_idx.detach(), bounds)
+            return self._choice.choose(found, bounds)
         finally:
             self._choice.place(self._tables)
 
+    def _without_lost(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """Return the ids with -1 for experts that are lost, and count these; invalid ids stay."""
+        if self._lost is None:
+            return topk_idx
+        is_lost = self._lost[topk_idx.clamp(-1, self.placement.num_experts) + 1]
+        self._num_lost = self._num_lost + is_lost.sum()
+        return topk_idx.masked_fill(is_lost, -1)
+
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
-        placement, topology = self.placement, self._engine.topology
+        placement, topology = self.of_members(self.placement), self._engine.topology
         num_experts, num_ranks = placement.num_experts, placement.world_size
 
         def count(ids: torch.Tensor) -> IntArray:
@@ -108,13 +126,17 @@ class Owners:
             tables = OwnerTables.of(placed, self._validator.rank, topology, is_planned=True)
             quotas = _quotas(placement, plan, counts, tables)
             self._batch = tables, tables.divide_rows(counts[:, tables.divided], quotas)
-        return plan
+        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
 
     def place(self, given: object) -> None:
         """Replace the placement, on all ranks."""
 
+        def take(request: PlaceRequest) -> None:
+            self._take(request.placement, request.tables)
+            self.placement_of_all = request.placement
+
         def prepare(request: PlaceRequest, call: Call) -> Pending[None]:  # noqa: ARG001
-            return Pending((), lambda _: self._take(request.placement, request.tables))
+            return Pending((), lambda _: take(request))
 
         run_collective(self._session, self._engine, "place", partial(self._validate, given), prepare)
 
@@ -130,17 +152,34 @@ class Owners:
         if given is None:
             raise TypeError("place takes a placement, got None")
         places_per_rank = physical.num_experts // num_ranks
-        placement = ExpertPlacement.of(num_experts, given, num_ranks).in_places(places_per_rank)
+        may_lose = bool(self._validator.members)
+        placement = ExpertPlacement.of(num_experts, given, self._validator.num_ranks, may_lose=may_lose)
+        placement = placement.in_places(places_per_rank)
+        for rank, experts in enumerate(placement.rank_to_experts):
+            if rank not in self._validator.number_to_rank and (there := [each for each in experts if each >= 0]):
+                raise ValueError(f"the placement has expert {there[0]} on rank {rank}, which is absent")
         return PlaceRequest(placement=placement, tables=self._tables_of(placement))
 
     def _tables_of(self, placement: ExpertPlacement) -> OwnerTables:
-        return OwnerTables.of(placement, self._validator.rank, self._engine.topology)
+        dense = self.of_members(placement)
+        return OwnerTables.of(dense, self._validator.rank, self._engine.topology)
+
+    def of_members(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Return a placement of the group's ranks as that of those that take part."""
+        members = self._validator.members
+        return placement.of_members(members) if members else placement
 
     def _take(self, placement: ExpertPlacement, tables: OwnerTables) -> None:
         if self._choice is None:
             self._choice = self._engine.owner_choice()
         self._choice.place(tables)
         self.placement, self._tables = placement, tables
+        if placement.lost_experts:
+            is_lost = torch.zeros(placement.num_experts + 2, dtype=torch.bool, device="cpu")
+            is_lost[torch.tensor(placement.lost_experts, dtype=torch.int64, device="cpu") + 1] = True
+            self._lost = is_lost.to(self._validator.device)
+        else:
+            self._lost = None
         fields: Fields = {"placement": placement.digest, "divided_experts": len(tables.divided)}
         self._known = KnownCall(CollectiveFingerprint("dispatch", fields))
 
@@ -197,6 +236,8 @@ def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:
             f"{balance.spare_places} spare places are asked for, but the placement has {spare} empty ones on a rank: "
             f"make the communicator with expert_placement=ExpertPlacement.contiguous(...).in_places(...)"
         )
+    if placement.lost_experts:
+        raise ValueError(f"expert {placement.lost_experts[0]} is lost, as no rank has it; place it first")
     for expert, owners in enumerate(placement.expert_to_physical):
         if len(owners) > 1:
             raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")

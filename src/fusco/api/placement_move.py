@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +11,7 @@ import torch
 
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.control.fingerprint import Fields
+from fusco.core.rows import as_bytes
 from fusco.core.topology import Topology
 from fusco.placement.batch import IntArray
 from fusco.placement.moves import MovePlan, Placement, as_places, plan_moves
@@ -27,6 +28,7 @@ class PlacementMove:
     sources: ExpertMemory
     targets: ExpertMemory
     is_in_place: bool
+    loaded: Mapping[int, Sequence[torch.Tensor]]  # bytes of this rank's new experts that no rank had
 
     @classmethod
     def of(
@@ -36,10 +38,12 @@ class PlacementMove:
         rank: int,
         weights: Sequence[torch.Tensor] | None,
         targets: Sequence[torch.Tensor] | None,
+        load: Callable[[int], Sequence[torch.Tensor]] | None = None,
     ) -> PlacementMove:
         """Plan a move; raises as ``plan_moves``, and ``ValueError`` if weights and targets do not go together.
 
-        ``placements`` are old and new. ``None`` for weights or targets means the others; not both.
+        ``placements`` are old and new. ``None`` for weights or targets means the others; not both. ``load`` returns the
+        tensors of an expert that is on no rank in ``old``.
         """
         given = [
             _sequence(name, each) for name, each in (("weights", weights), ("targets", targets)) if each is not None
@@ -50,10 +54,22 @@ class PlacementMove:
         if (from_ := describe_experts(given[0])) != (to := describe_experts(given[-1])):
             raise ValueError(f"weights are {from_} for each expert, targets {to}")
         old, new = as_places(placements[0], "old"), as_places(placements[1], "new")
-        plan = plan_moves(old, new, sources.bytes_per_expert, topology)
+        lost = np.setdiff1d(new[new >= 0], old) if load else np.zeros(0, np.int64)
+        plan = plan_moves(old, np.where(np.isin(new, lost), -1, new), sources.bytes_per_expert, topology)
+        here = np.intersect1d(new[rank], lost).tolist()
+        loaded = {expert: _bytes_of(expert, load(expert), given[-1]) for expert in here} if load else {}
         if weights is None and (old[rank] >= 0).any():
             raise ValueError(f"rank {rank} has experts {old[rank].tolist()} in old, but no weights")
-        return cls(rank=rank, old=old, new=new, plan=plan, sources=sources, targets=into, is_in_place=targets is None)
+        return cls(
+            rank=rank,
+            old=old,
+            new=new,
+            plan=plan,
+            sources=sources,
+            targets=into,
+            is_in_place=targets is None,
+            loaded=loaded,
+        )
 
     @property
     def fields(self) -> Fields:
@@ -74,7 +90,7 @@ class PlacementMove:
 
     def put(self, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Write all new experts to their places: those that have arrived, by transfer, and those that were here."""
-        pieces = {int(self.plan.experts[i]): of for i, of in arrived.items()}
+        pieces = {**self.loaded, **{int(self.plan.experts[i]): of for i, of in arrived.items()}}
         old, num_bytes = self.old[self.rank], self.sources.bytes_per_expert
         written = [
             (place, expert)
@@ -101,6 +117,15 @@ class PlacementMove:
     def _old_place(self) -> dict[int, int]:
         places = enumerate(self.old[self.rank].tolist())
         return {expert: place for place, expert in reversed([*places]) if expert >= 0}
+
+
+def _bytes_of(expert: int, tensors: object, places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bytes of an expert that has been loaded; ``ValueError`` unless it is as those in ``places``."""
+    loaded = _sequence(f"the tensors of expert {expert}", tensors) if isinstance(tensors, Sequence) else []
+    expected, found = describe_experts(places), describe_experts([each[None] for each in loaded])
+    if found != expected:
+        raise ValueError(f"load({expert}) returned {found or tensors!r}, experts here are {expected}")
+    return [as_bytes(each.to(place.device).contiguous()).flatten() for each, place in zip(loaded, places, strict=True)]
 
 
 def _sequence(name: str, tensors: object) -> Sequence[torch.Tensor]:

@@ -179,6 +179,8 @@ class Validator(Checks):
         """Validate the arguments of ``shuffle``."""
         self.require_not_capturing("shuffle")
         self.require_partners(send, receive)
+        if self.members:
+            send, receive = ({self.number_to_rank[each]: part[each] for each in part} for part in (send, receive))
         return ShuffleRequest(send=send, receive=receive, has_lanes=has_lanes(self.balancer))
 
     def validate_all_to_all(
@@ -199,15 +201,15 @@ class Validator(Checks):
                 raise ValueError(f"{name} has {tensor.ndim} dimensions, all_to_all takes 1 to {MAX_DIMS}")
         if mode not in (None, "exact", "few", "spread-out"):
             raise ValueError(f"schedule must be one of None, 'exact', 'few', 'spread-out', got {mode!r}")
-        source, world_size = plain(input_), self.placement.world_size
+        source = plain(input_)
         if output is not None:
             require_output(output, input_, source)
-        send_rows = rows_of_ranks("input", world_size, len(source), splits[1])
+        send_rows = self._rows_of_ranks("input", len(source), splits[1])
         if output is None:
-            receive_rows = rows_of_ranks("output", world_size, len(source) if splits[0] is None else None, splits[0])
+            receive_rows = self._rows_of_ranks("output", len(source) if splits[0] is None else None, splits[0])
             output = torch.empty((sum(receive_rows), *source.shape[1:]), dtype=source.dtype, device=source.device)
         else:
-            receive_rows = rows_of_ranks("output", world_size, len(output), splits[0])
+            receive_rows = self._rows_of_ranks("output", len(output), splits[0])
         return AllToAllRequest(
             input=source,
             output=output,
@@ -216,6 +218,19 @@ class Validator(Checks):
             mode=mode,
             requires_grad=wants_grad(input_),
         )
+
+    def rows_of_group(self, rows: Sequence[int]) -> list[int]:
+        """Return rows of the ranks that are left by rank of the group: none of absent ones."""
+        return [rows[self.number_to_rank[rank]] if rank in self.number_to_rank else 0 for rank in range(self.num_ranks)]
+
+    def _rows_of_ranks(self, name: str, num_rows: int | None, sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the rows of each rank that is left; ``sizes`` have those of absent ranks, too, which must be 0."""
+        if sizes is None or not self.members:
+            return rows_of_ranks(name, self.placement.world_size, num_rows, sizes)
+        rows = rows_of_ranks(name, self.num_ranks, num_rows, sizes)
+        if given := [rank for rank, number in enumerate(rows) if number and rank not in self.number_to_rank]:
+            raise ValueError(f"{name}_split_sizes has {rows[given[0]]} rows for rank {given[0]}, which is absent")
+        return tuple(rows[number] for number in self.members)
 
 
 def _known_by(

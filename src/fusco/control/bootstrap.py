@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.control.threads import in_thread
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
 
@@ -53,9 +53,7 @@ class PeerInfo:
     networks: list[int] = field(default_factory=list)  # the network namespace of each rank, on its host
 
 
-def exchange_peer_info(
-    store_gather: StoreGather, fingerprint: CollectiveFingerprint, device: DeviceIdentity
-) -> PeerInfo:
+def exchange_peer_info(store_gather: Gather, fingerprint: CollectiveFingerprint, device: DeviceIdentity) -> PeerInfo:
     """Exchange hosts, devices and fingerprints with all ranks.
 
     ``fingerprint`` has values that must be equal on all ranks; with a rejection, all other ranks raise. Raises as
@@ -64,7 +62,8 @@ def exchange_peer_info(
     network = os.stat("/proc/self/ns/net").st_ino
     local = {"fingerprint": asdict(fingerprint), "host": host_identity(), "device": asdict(device), "network": network}
     peers = store_gather.all_gather("bootstrap", local)
-    check_fingerprints([CollectiveFingerprint(**peer["fingerprint"]) for peer in peers], store_gather.rank)
+    fingerprints = [CollectiveFingerprint(**peer["fingerprint"]) for peer in peers]
+    check_fingerprints(fingerprints, store_gather.rank, store_gather.members)
     hosts = [peer["host"] for peer in peers]
     listen_on = "127.0.0.1" if len(set(hosts)) == 1 else reachable_address(store_gather.store_host)
     devices = [DeviceIdentity(**peer["device"]) for peer in peers]

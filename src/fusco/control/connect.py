@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
+from fusco.control.agreement import Member
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.layout import SegmentSizes
+from fusco.control.member_board import View
+from fusco.control.member_gather import Gather, MemberGather
 from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.record_round import warm_up_record_round
 from fusco.control.shared_segment import SegmentAddress, SharedSegment
@@ -34,10 +37,12 @@ class Connections:
 
     ``store_gather`` made them, and now watches for ranks that die. ``transport`` has a connection to each counterpart,
     and ``mesh`` carries records, over these or another transport. ``listen_on`` is the address that other ranks reach;
-    ``secret`` authenticates ranks.
+    ``secret`` authenticates ranks. ``members`` are all of them, by their number in the group.
     """
 
-    store_gather: StoreGather
+    store_gather: Gather
+    status_server: StatusServer
+    members: Mapping[int, Member]
     watchdog: Watchdog
     transport: TcpTransport
     mesh: Mesh
@@ -47,11 +52,12 @@ class Connections:
     _resources: ExitStack
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything; the status server, too, unless it is held."""
         self._resources.close()
+        self.status_server.close()
 
 
-def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo, spin_s: float = 0.0) -> Connections:
+def connect(store_gather: Gather, sizes: SegmentSizes, peer_info: PeerInfo, spin_s: float = 0.0) -> Connections:
     """Connect to all other ranks and map the segments of the ranks of this node, whose sizes are equal on all ranks.
 
     ``spin_s`` is that of the ``Watchdog``.
@@ -64,11 +70,12 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
     warm_up_node_memory()  # before any rank's clock runs
     warm_up_record_round()
     with ExitStack() as resources:
-        secret = store_gather.all_gather("secret", secrets.token_hex(16))[0]
+        secret = _secret(store_gather)
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology
-        status_server, peers = _start_status_server(store_gather, secret, listen_on, hosts)
+        status_server, members = _members(store_gather, secret, listen_on, hosts)
         resources.callback(status_server.close)
-        watchdog = Watchdog(store_gather.rank, peers, status_server, store_gather.timeout_s, spin_s)
+        peers = _peers(store_gather, members)
+        watchdog = Watchdog(store_gather.rank, peers, status_server, store_gather.timeout_s, spin_s, topology.members)
         resources.callback(watchdog.close)
         watchdog.begin(0, "Communicator")
         store_gather.watched_by(watchdog)
@@ -90,7 +97,9 @@ def connect(store_gather: StoreGather, sizes: SegmentSizes, peer_info: PeerInfo,
         watchdog.watch_network(transport, transport.descriptors, polls=False)
         watchdog.end()
         mesh, closing = Mesh(transport), resources.pop_all()
-        return Connections(store_gather, watchdog, transport, mesh, memory, listen_on, secret, closing)
+        return Connections(
+            store_gather, status_server, members, watchdog, transport, mesh, memory, listen_on, secret, closing
+        )
 
 
 def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, ...], watchdog: Watchdog) -> _Connected:
@@ -109,9 +118,36 @@ def connecting(connect: Callable[[], _Connected], how: str, others: tuple[int, .
         raise TransportError(symptom) from error
 
 
+def _secret(store_gather: Gather) -> str:
+    """Return a secret that only ranks know. Members derive it, as their values travel unencrypted."""
+    if isinstance(store_gather, MemberGather):
+        return store_gather.secret
+    return str(store_gather.all_gather("secret", secrets.token_hex(16))[0])
+
+
+def _members(
+    store_gather: Gather, secret: str, listen_on: str, hosts: Sequence[str]
+) -> tuple[StatusServer, Mapping[int, Member]]:
+    """Return this rank's status server and all members: those of a ``MemberGather``, or new ones."""
+    if isinstance(store_gather, MemberGather):
+        return store_gather.status_server, store_gather.by_number
+    return _start_status_server(store_gather, secret, listen_on, hosts)
+
+
+def _peers(store_gather: Gather, members: Mapping[int, Member]) -> dict[int, Peer]:
+    """Return all other members by rank."""
+    host = members[store_gather.members[store_gather.rank]].host
+    found = {rank: members[number] for rank, number in enumerate(store_gather.members)}
+    return {
+        rank: Peer(member.address, member.pid, member.host == host)
+        for rank, member in found.items()
+        if rank != store_gather.rank
+    }
+
+
 def _start_status_server(
     store_gather: StoreGather, secret: str, listen_on: str, hosts: Sequence[str]
-) -> tuple[StatusServer, dict[int, Peer]]:
+) -> tuple[StatusServer, Mapping[int, Member]]:
     """Start this rank's status server and exchange addresses; if one rank cannot listen, all raise."""
     with ExitStack() as undo:
         status_server, error = None, ""
@@ -126,15 +162,14 @@ def _start_status_server(
         found = store_gather.all_gather("status server", {"error": error, "address": address, "pid": os.getpid()})
         raise_if_any([entry["error"] for entry in found], TransportError)
         assert status_server is not None
+        status_server.install(View(0, store_gather.members), store_gather.rank)
         undo.pop_all()
     return status_server, {
-        rank: Peer(tuple(entry["address"]), entry["pid"], hosts[rank] == hosts[store_gather.rank])
-        for rank, entry in enumerate(found)
-        if rank != store_gather.rank
+        rank: Member(tuple(entry["address"]), entry["pid"], hosts[rank]) for rank, entry in enumerate(found)
     }
 
 
-def _map_segments(store_gather: StoreGather, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
+def _map_segments(store_gather: Gather, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:
     """Make this rank's segment and map those of its node, by local rank; if one rank cannot, all raise."""
     with ExitStack() as undo:
         local, error, topology = None, "", sizes.control.topology

@@ -55,10 +55,13 @@ class CollectiveFingerprint:
         return replace(fingerprint, fields={**fingerprint.fields, "handle": handle}) if handle else fingerprint
 
 
-def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int) -> None:
+def check_fingerprints(
+    fingerprints: Sequence[CollectiveFingerprint], rank: int, numbers: Sequence[int] | None = None
+) -> None:
     """Raise, the same on all ranks, unless the fingerprints of all ranks (``fingerprints[r]``) are equal.
 
-    A rank that rejected its own input does not raise; its caller has the original error.
+    Errors name rank ``r`` as ``numbers[r]``, by default as ``r``. A rank that rejected its own input does not raise;
+    its caller has the original error.
 
     Raises:
         MismatchError: if ranks are in different collectives, or fields differ.
@@ -73,14 +76,15 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
     local = fingerprints[rank]
     if not local.rejection and all(other is local or other == local for other in fingerprints):
         return
-    operations = _group_by([fingerprint.operation for fingerprint in fingerprints])
+    operations = _group_by([fingerprint.operation for fingerprint in fingerprints], numbers)
     if len(operations) > 1 and REJECTION not in operations and operations.keys() != {"dispatch", GROWTH}:
         raise MismatchError(f"ranks call different collectives: {_listing(operations)}")
     operation = local.operation
 
     if local.rejection:
         return
-    rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in enumerate(fingerprints) if f.rejection]
+    by_number = zip(numbers or range(len(fingerprints)), fingerprints, strict=True)
+    rejections = [f"rank {r} rejected its input: {f.rejection}" for r, f in by_number if f.rejection]
     if rejections:
         raise RejectedInputError(f"{operation} was cancelled on all ranks, since {'; '.join(rejections)}")
     if GROWTH in operations:
@@ -88,16 +92,17 @@ def check_fingerprints(fingerprints: Sequence[CollectiveFingerprint], rank: int)
 
     names = dict.fromkeys(name for fingerprint in fingerprints for name in fingerprint.fields)
     by_field = {
-        name: _group_by([fingerprint.fields.get(name, "not given") for fingerprint in fingerprints]) for name in names
+        name: _group_by([fingerprint.fields.get(name, "not given") for fingerprint in fingerprints], numbers)
+        for name in names
     }
     differing = [f"{name} is {_listing(groups)}" for name, groups in by_field.items() if len(groups) > 1]
     if differing:
         raise MismatchError(f"ranks disagree in {operation}: {'; '.join(differing)}")
 
 
-def _group_by(values: Sequence[object]) -> dict[str, list[int]]:
+def _group_by(values: Sequence[object], numbers: Sequence[int] | None) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(numbers or range(len(values)), values, strict=True):
         groups.setdefault(str(value), []).append(rank)
     return groups
 

@@ -67,31 +67,64 @@ def is_local_failure(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _LOCAL_FAILURES
 
 
+class Requests:
+    """Requests under way to servers, in the calling thread: the process may have none left to start.
+
+    ``close``, or the end of a ``with``, gives up those that have no answer.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret, self._loop = secret, SocketLoop()
+        self._waiting: deque[tuple[tuple[str, int], bytes, Callable[[bytes | OSError], None]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._loop)
+
+    def __enter__(self) -> Requests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, address: tuple[str, int], request: bytes, note: Callable[[bytes | OSError], None]) -> None:
+        """Send a request to an IPv4 address; ``turn`` calls ``note`` with the answer, or the error instead of it."""
+        self._waiting.append((address, request, note))
+
+    def turn(self, timeout_s: float) -> bool:
+        """Do what is possible, waiting for it at most ``timeout_s``; return False if nothing was."""
+        while self._waiting and len(self._loop) < _MAX_CONNECTIONS:
+            address, request, note = self._waiting[0]
+            try:
+                hello = ClientHello(address, self._secret, request, awaits_challenge=False)
+            except OSError as error:
+                if is_local_failure(error) and len(self._loop):
+                    break  # until a connection under way has closed
+                note(error)
+            else:
+                self._loop.add(hello.connection, partial(_advance, hello, note), WRITE)
+            self._waiting.popleft()
+        return not len(self._loop) or self._loop.turn(timeout_s)
+
+    def close(self) -> None:
+        """Give up all requests."""
+        self._waiting.clear()
+        self._loop.close()
+
+
 def ask_all(
     addresses: Sequence[tuple[str, int]], secret: bytes, request: bytes, timeout_s: float
 ) -> list[bytes | OSError]:
     """Send a request to all IPv4 addresses; return each one's answer, or the error that prevented it.
 
-    ``timeout_s`` is the limit for all of them together: a ``TimeoutError`` for each that has not answered by then. It
-    starts no threads: the process may have none left.
+    ``timeout_s`` is the limit for all of them together: a ``TimeoutError`` for each that has not answered by then.
     """
     outcomes: list[bytes | OSError] = [TimeoutError(f"no answer within {timeout_s:.1f} s") for _ in addresses]
-    waiting, deadline = deque(enumerate(addresses)), time.monotonic() + timeout_s
-    with SocketLoop() as loop:
-        while waiting or len(loop):
-            while waiting and len(loop) < _MAX_CONNECTIONS:
-                index, address = waiting[0]
-                try:
-                    hello = ClientHello(address, secret, request, awaits_challenge=False)
-                except OSError as error:
-                    if is_local_failure(error) and len(loop):
-                        break  # until a connection under way has closed
-                    outcomes[index] = error
-                else:
-                    loop.add(hello.connection, partial(_advance, hello, partial(outcomes.__setitem__, index)), WRITE)
-                waiting.popleft()
-            if len(loop) and not loop.turn(max(0.0, deadline - time.monotonic())):
-                break
+    deadline = time.monotonic() + timeout_s
+    with Requests(secret) as requests:
+        for index, address in enumerate(addresses):
+            requests.add(address, request, partial(outcomes.__setitem__, index))
+        while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
+            pass
     return outcomes
 
 

@@ -187,7 +187,7 @@ class RecordExchange:
             text = memory[first_char : first_char + num_chars].tobytes()
             fingerprints.append(CollectiveFingerprint.decode(text, handle))
             counts.append(struct.unpack_from(f"{num_counts}q", memory, 8 * RECORD_HEADER_INTS))
-        check_fingerprints(fingerprints, self._memory.rank)
+        check_fingerprints(fingerprints, self._memory.rank, self._topology.numbers)
         assert local.rejection, "records differ in nothing that fingerprints contain"
         return counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from fusco.control.connect import Connections
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
@@ -32,12 +32,13 @@ class Session:
 
     ``sequence_number`` counts exchanges of records, the same on all ranks; a collective may have more than one.
     ``has_published`` if ``repeat`` has published this rank's record, and so accepted its input, but could not do the
-    rest.
+    rest. ``number`` is that of this rank in the group, where ranks may be absent.
     """
 
     def __init__(self, rank: int, connections: Connections, access: Access, on_broken: Callable[[], None]) -> None:
         """``on_broken`` is called as soon as the session of this rank ends by a failure."""
         self.rank, self._connections, self.access, self._on_broken = rank, connections, access, on_broken
+        self.number = connections.memory.layout.topology.numbers[rank]
         self._memory, self._watchdog = connections.memory, connections.watchdog
         self._exchange = RecordExchange(connections.memory, connections.mesh, connections.watchdog)
         self.sequence_number, self._name = 0, ""
@@ -162,6 +163,10 @@ class Session:
             self.fail(name, error)
             raise
 
+    def limited(self, timeout_s: float) -> AbstractContextManager[None]:
+        """Return a context in which waits are limited to ``timeout_s``."""
+        return self._watchdog.limited(timeout_s)
+
     def check(self) -> None:
         """Raise ``PeerFailureError`` if a rank is gone or the device has given up, as ``Watchdog.check``; no wait."""
         with self.operation("check"):
@@ -212,13 +217,15 @@ class Session:
 
     def _require_usable(self, name: str) -> None:
         if self.broken:
+            if error := self._watchdog.exclusion(name):
+                raise error
             raise ClosedError(f"{name} was called on a communicator that cannot be used any more: {self.broken}")
 
     def abandon(self, reason: str) -> None:
         """Notify all other ranks that this one has failed, and refuse further calls."""
         if not self.broken:
             self.end(reason)
-            self._watchdog.give_up(f"rank {self.rank} {reason}")
+            self._watchdog.give_up(f"rank {self.number} {reason}")
 
     def interrupt(self, reason: str) -> None:
         """As ``abandon``, from a signal handler inside a call, which then raises ``ClosedError``."""
@@ -236,6 +243,12 @@ class Session:
         self._watchdog.end_all()
         self._on_broken()
 
-    def close(self) -> None:
-        """Free all connections without waiting for other ranks."""
+    @property
+    def connections(self) -> Connections:
+        """The connections, of which the next members go on with the status server."""
+        return self._connections
+
+    def close(self, *, holds_status_server: bool = False) -> None:
+        """Free all connections without waiting for other ranks; the status server, too, unless it is to go on."""
+        self._connections.status_server.is_held = holds_status_server
         self._connections.close()

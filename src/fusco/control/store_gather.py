@@ -51,6 +51,21 @@ class StoreGather:
         self.store = PrefixStore(str(self.number), of_group)
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The number of each rank in the group."""
+        return tuple(range(self.world_size))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group, absent ones included: none is."""
+        return self.world_size
+
+    @property
+    def groups_store(self) -> Store:
+        """The process group's store, without prefixes."""
+        return _bare(self.store)
+
+    @property
     def store_host(self) -> str:
         """The host that serves the process group's store, which every rank can reach; this host if there is none."""
         return str(getattr(_bare(self.store), "host", None) or socket.gethostname())

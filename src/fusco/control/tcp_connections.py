@@ -10,8 +10,8 @@ from functools import partial
 
 from fusco.control.hello import ClientHello
 from fusco.control.hello_listener import HelloListener, listen_on
+from fusco.control.member_gather import Gather
 from fusco.control.socket_loop import NOTHING, SocketLoop
-from fusco.control.store_gather import StoreGather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
 
@@ -24,7 +24,7 @@ _MAX_KEEPALIVE_S = 32_767  # more is an error of Linux (MAX_TCP_KEEPIDLE)
 class TcpConnections:
     """Authenticated connections of one rank to its peers; the relation is symmetric. Sockets never block."""
 
-    def __init__(self, store_gather: StoreGather, peers: Sequence[int], host: str, secret: str, purpose: str) -> None:
+    def __init__(self, store_gather: Gather, peers: Sequence[int], host: str, secret: str, purpose: str) -> None:
         """Connect, together with all ranks, to ``peers``: either all ranks have some, or none has.
 
         Peers reach this rank at ``host``; ``secret``, known to ranks only, authenticates them; ``purpose`` names
@@ -50,7 +50,7 @@ class TcpConnections:
                 _, connection = self._connections.popitem()
                 connection.close()
 
-    def _connect(self, store_gather: StoreGather, peers: Sequence[int], host: str, purpose: str) -> None:
+    def _connect(self, store_gather: Gather, peers: Sequence[int], host: str, purpose: str) -> None:
         try:
             with listen_on(host) as listener:
                 addresses = store_gather.all_gather(purpose, listener.getsockname()[:2])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fusco.control.counters import readable, writable
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.control.tcp_connections import TcpConnections
 from fusco.control.transport import Message, Ticket, memory_of
 
@@ -44,7 +44,7 @@ class TcpTransport(TcpConnections):
     """A ``Transport`` of one connection to each peer; without peers nothing is opened."""
 
     def __init__(
-        self, store_gather: StoreGather, peers: Sequence[int], listen_on: str, secret: str, purpose: str = "TCP"
+        self, store_gather: Gather, peers: Sequence[int], listen_on: str, secret: str, purpose: str = "TCP"
     ) -> None:
         self._sending: dict[int, deque[_UnderWay]] = {peer: deque() for peer in peers}
         self._receiving: dict[int, deque[_UnderWay]] = {peer: deque() for peer in peers}

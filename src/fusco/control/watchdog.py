@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NoReturn, Protocol
 
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.liveness import Liveness
+from fusco.control.member_board import Exclusion, excluded
 from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
-from fusco.core.errors import ClosedError, PeerFailureError, Stall, cleanup_after
+from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit: wait without progress, ask all ranks, settle, report to all ranks; the rest is slack.
 _WAITING = 0.7
@@ -74,16 +76,22 @@ class Watchdog:
     """Waits for peers and finds out which rank is at fault. One per communicator; not thread-safe."""
 
     def __init__(
-        self, rank: int, peers: dict[int, Peer], status_server: StatusServer, timeout_s: float, spin_s: float = 0.0
+        self,
+        rank: int,
+        peers: dict[int, Peer],
+        status_server: StatusServer,
+        timeout_s: float,
+        spin_s: float = 0.0,
+        numbers: Sequence[int] = (),
     ) -> None:
         """Watch the processes of ``peers``, all other ranks, on this machine.
 
-        In each wait, limited to ``timeout_s``, this rank only yields its core for ``spin_s`` seconds before it sleeps.
+        Errors name rank ``r`` as ``numbers[r]``, by default as ``r``. In each wait, limited to ``timeout_s``, this rank
+        only yields its core for ``spin_s`` seconds before it sleeps.
         """
-        self._rank, self._peers, self._status_server, self._timeout_s = rank, peers, status_server, timeout_s
-        self._spin_s = spin_s
-        self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
-        self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
+        self._rank, self._peers, self._status_server = rank, peers, status_server
+        self._spin_s, self._numbers = spin_s, numbers
+        self._set_limit(timeout_s)
         self._networks: list[Network] = []
         self._polled: list[Network] = []  # of these
         self._device_probes: list[Callable[[], Stall | None]] = []
@@ -94,6 +102,21 @@ class Watchdog:
         # When this wait found a rank missing, since anything moved; and when this collective found a failure.
         self._since_loss = self._since_failure = math.inf
         self._interruption = ""
+
+    @contextmanager
+    def limited(self, timeout_s: float) -> Iterator[None]:
+        """Limit the waits inside to ``timeout_s``."""
+        before = self._timeout_s
+        self._set_limit(timeout_s)
+        try:
+            yield
+        finally:
+            self._set_limit(before)
+
+    def _set_limit(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._settling_s = min(_SETTLING * timeout_s, _MAX_SETTLING_S)
+        self._remote_settling_s = min(_REMOTE_SETTLING * timeout_s, _MAX_REMOTE_SETTLING_S)
 
     def watch_network(self, network: Network, connections: Mapping[int, int], *, polls: bool) -> None:
         """Watch a network, which has been connected through this watchdog, and ``connections``, as in ``Liveness``.
@@ -208,6 +231,7 @@ class Watchdog:
 
         Meanwhile the caller looks again: what such ranks sent before may have come since it last did, and end the wait.
         """
+        self._require_membership({})
         concerned = self._peers if waiting_for.is_for_local_device else waiting_for.on_ranks
         report, failure = self._status_server.failure_report, self._network_failure()
         has_failed = bool(report or failure) or any(map(self._liveness.is_dead, concerned))
@@ -232,9 +256,10 @@ class Watchdog:
         statuses = self.query_all_ranks(stall, symptom)
         late = [rank for rank, status in statuses.items() if status.collective < self._collective]
         blamed = tuple(sorted(late or {rank for rank in stall.on_ranks if rank in self._peers}))
-        doing = "; ".join(f"rank {rank} {_describe_status(statuses.get(rank))}" for rank in blamed)
+        doing = "; ".join(f"rank {self._name(rank)} {_describe_status(statuses.get(rank))}" for rank in blamed)
         if not blamed:
-            doing = f"rank {self._rank}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"
+            own = self._name(self._rank)
+            doing = f"rank {own}, in phase '{stall.phase}', waits for no other rank, and all of them are alive"
         self._blame(stall, blamed, f"{symptom}; {doing}", has_left=False)
 
     def query_all_ranks(self, stall: Stall, symptom: str) -> dict[int, Status]:
@@ -247,12 +272,17 @@ class Watchdog:
         answers = self._status_server.ask(
             {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
         )
-        unasked = [f"rank {rank} {answer.reason}" for rank, answer in answers.items() if isinstance(answer, Unasked)]
+        self._require_membership(answers)
+        unasked = [
+            f"rank {self._name(rank)} {answer.reason}"
+            for rank, answer in answers.items()
+            if isinstance(answer, Unasked)
+        ]
         silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, NoAnswer)}
         if dead or silent:
             time.sleep(self._settling_s)
             reasons = [self._describe_end(rank) for rank in dead]
-            reasons += [f"rank {rank} {answer.reason}" for rank, answer in silent.items()] + unasked
+            reasons += [f"rank {self._name(rank)} {answer.reason}" for rank, answer in silent.items()] + unasked
             has_left = all(answer.has_left for answer in silent.values())
             self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
         if self._status_server.failure_report:
@@ -280,7 +310,8 @@ class Watchdog:
     @property
     def has_failed_rank(self) -> bool:
         """True if a rank has died, its connection is closed, or a rank has reported a failure. Any thread may ask."""
-        return bool(self._status_server.failure_report or self._dead() or self._liveness.disconnected())
+        server = self._status_server
+        return bool(server.failure_report or server.board.exclusion or self._dead() or self._liveness.disconnected())
 
     @property
     def has_departed_rank(self) -> bool:
@@ -315,16 +346,18 @@ class Watchdog:
         return tuple(sorted({*self._dead(), *self._status_server.departures}))
 
     def _describe_end(self, rank: int) -> str:
+        name = self._name(rank)
         if reason := self._status_server.departures.get(rank):
-            return f"rank {rank} {reason}"
+            return f"rank {name} {reason}"
         if self._liveness.is_dead(rank):
-            return f"rank {rank} (pid {self._peers[rank].pid}) is dead"
-        return f"rank {rank} is dead or has left: its connection is closed"
+            return f"rank {name} (pid {self._peers[rank].pid}) is dead"
+        return f"rank {name} is dead or has left: its connection is closed"
 
     def _raise_what_is_wrong(self) -> NoReturn:
         def stall_of(ranks: tuple[int, ...]) -> Stall:
             return self._device_stall() or Stall("checking all ranks", ranks, "every rank at work", "fewer")
 
+        self._require_membership({})
         if report := self._status_server.failure_report:
             raise self._failure(stall_of(report.peers), report)
         time.sleep(min(self._settling_s, _MAX_SETTLING_IN_CHECK_S))
@@ -350,15 +383,40 @@ class Watchdog:
         return {rank: peer.address for rank, peer in self._peers.items() if not self._liveness.is_dead(rank)}
 
     def _failure(self, stall: Stall, failure_report: FailureReport) -> PeerFailureError:
-        found = "" if failure_report.found_by == self._rank else f" (found by rank {failure_report.found_by})"
+        found_by = failure_report.found_by
+        found = "" if found_by == self._rank else f" (found by rank {self._name(found_by)})"
         return PeerFailureError(
-            rank=self._rank,
-            peers=failure_report.peers,
+            rank=self._name(self._rank),
+            peers=tuple(map(self._name, failure_report.peers)),
             operation=self._operation,
             has_left=failure_report.has_left,
-            stall=stall,
+            stall=self._named(stall),
             reason=failure_report.reason + found,
         )
+
+    def exclusion(self, operation: str) -> ExcludedError | None:
+        """Return the error of a call of a rank that others have left out; ``None`` while they have not."""
+        found = self._status_server.board.exclusion
+        return excluded(self._name(self._rank), operation, found) if found else None
+
+    def _require_membership(self, answers: Mapping[int, object]) -> None:
+        """Raise ``ExcludedError`` if a rank has said that this one is left out, or has gone on without it."""
+        board = self._status_server.board
+        ahead = [
+            rank
+            for rank, answer in answers.items()
+            if isinstance(answer, Status) and answer.generation > board.installed.number
+        ]
+        if ahead and not board.exclusion:
+            board.exclusion = Exclusion(tuple(map(self._name, ahead)), self._name(ahead[0]))
+        if error := self.exclusion(self._operation):
+            raise error
+
+    def _name(self, rank: int) -> int:
+        return self._numbers[rank] if self._numbers else rank
+
+    def _named(self, stall: Stall) -> Stall:
+        return replace(stall, on_ranks=tuple(map(self._name, stall.on_ranks)))
 
 
 def _describe_status(status: Status | None) -> str:

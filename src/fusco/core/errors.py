@@ -131,6 +131,14 @@ class PeerFailureError(FuscoError):
         )
 
 
+class ExcludedError(PeerFailureError):
+    """The other ranks go on without this one, which was silent for too long or was told to leave.
+
+    The communicator can only be closed. Attributes are those of ``PeerFailureError``; ``peers`` are the ranks that go
+    on.
+    """
+
+
 @contextmanager
 def cleanup_after(error: BaseException | None, what: str) -> Iterator[None]:
     """Clean up after an error: if the block fails, too, add ``what`` and its error to the first one as a note.

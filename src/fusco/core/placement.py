@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -31,7 +32,8 @@ class ExpertPlacement:
     (0, 0, 1)
 
     Attributes:
-        expert_to_rank: the rank of each expert, with replicas the first one that has it.
+        expert_to_rank: the rank of each expert, with replicas the first one that has it; -1 for an expert that is lost,
+            as no rank that is left has it.
         world_size: number of ranks.
         physical_to_logical: the expert in each place of each rank, -1 for none; ``None`` without places.
         shares: the share of its expert's rows of each place, in the same shape; ``None`` leaves the choice to each
@@ -83,6 +85,7 @@ class ExpertPlacement:
         *,
         num_experts: int | None = None,
         world_size: int | None = None,
+        may_lose: bool = False,
     ) -> ExpertPlacement:
         """Put experts into places, with replicas or in any order.
 
@@ -93,6 +96,7 @@ class ExpertPlacement:
                 not add up to 1. An expert without any share gives all of its places equal ones.
             num_experts: number of experts; ``None`` means one more than the largest id.
             world_size: R; needed for the flat form only.
+            may_lose: an expert without a place is lost, instead of an error.
 
         Raises:
             TypeError: for anything but integers, and numbers as shares.
@@ -118,27 +122,27 @@ class ExpertPlacement:
             _check_experts_of_rank(row, rank, num_experts)
             for expert in row:
                 first_rank.setdefault(expert, rank)
-        if missing := [expert for expert in range(num_experts) if expert not in first_rank]:
+        if not may_lose and (missing := [expert for expert in range(num_experts) if expert not in first_rank]):
             raise ValueError(f"expert {missing[0]} of {num_experts} has no place on any rank")
         given = None if shares is None else _checked_shares(_rows_of(shares, len(experts), "shares"), experts)
-        return cls(tuple(first_rank[expert] for expert in range(num_experts)), len(experts), experts, given)
+        return cls(tuple(first_rank.get(expert, -1) for expert in range(num_experts)), len(experts), experts, given)
 
     @classmethod
-    def of(cls, num_experts: int, given: Any, world_size: int) -> ExpertPlacement:
+    def of(cls, num_experts: int, given: Any, world_size: int, *, may_lose: bool = False) -> ExpertPlacement:
         """Return the placement of ``num_experts`` experts that a caller means.
 
         ``None`` means ``contiguous``, a sequence of ranks ``explicit``, and ``replicated`` a sequence (R, P) or what
-        has ``physical_to_logical`` and ``shares``, such as ``fusco.placement.PlannedPlacement``.
+        has ``physical_to_logical`` and ``shares``, such as ``fusco.placement.PlannedPlacement``. ``may_lose`` as there.
         """
         check_integer("num_experts", num_experts, least=1, most=_MAX_EXPERTS)
         if given is None:
             return cls.contiguous(num_experts, world_size)
         if (places := getattr(given, "physical_to_logical", None)) is not None:
-            placement = cls.replicated(places, given.shares, num_experts=num_experts)
+            placement = cls.replicated(places, given.shares, num_experts=num_experts, may_lose=may_lose)
         elif isinstance(given, cls):
             placement = given
         elif _depth_of(given) == 2:
-            placement = cls.replicated(given, num_experts=num_experts)
+            placement = cls.replicated(given, num_experts=num_experts, may_lose=may_lose)
         else:
             placement = cls.explicit(given, world_size)
         if placement.world_size != world_size:
@@ -159,18 +163,58 @@ class ExpertPlacement:
             return self.physical_to_logical
         owned: list[list[int]] = [[] for _ in range(self.world_size)]
         for expert, rank in enumerate(self.expert_to_rank):
-            owned[rank].append(expert)
+            if rank >= 0:
+                owned[rank].append(expert)
         return tuple(map(tuple, owned))
 
     @cached_property
     def expert_to_local(self) -> tuple[int, ...]:
-        """Each expert's index among the experts of its rank, ``expert_to_rank``."""
+        """Each expert's index among the experts of its rank, ``expert_to_rank``; -1 for one that is lost."""
         local = {
             expert: i
             for experts in reversed(self.rank_to_experts)  # the first rank of an expert last
             for i, expert in enumerate(experts)
         }
-        return tuple(local[expert] for expert in range(self.num_experts))
+        return tuple(local.get(expert, -1) for expert in range(self.num_experts))
+
+    @cached_property
+    def lost_experts(self) -> tuple[int, ...]:
+        """The experts that no rank has, ascending."""
+        return tuple(expert for expert, rank in enumerate(self.expert_to_rank) if rank < 0)
+
+    def without_ranks(self, ranks: Iterable[int]) -> ExpertPlacement:
+        """Return the same placement without the experts of some ranks, whose rows are empty then.
+
+        >>> placement = ExpertPlacement.replicated([[0, 1], [1, 2]]).without_ranks([1])
+        >>> placement.physical_to_logical, placement.lost_experts
+        (((0, 1), (-1, -1)), (2,))
+        """
+        gone = frozenset(ranks)
+        if self.physical_to_logical is None:
+            return replace(self, expert_to_rank=tuple(-1 if rank in gone else rank for rank in self.expert_to_rank))
+
+        def emptied(rows: Sequence[Sequence[Any]], empty: float) -> list[list[Any]]:
+            return [[empty] * len(row) if rank in gone else list(row) for rank, row in enumerate(rows)]
+
+        shares = None if self.shares is None else emptied(self.shares, 0.0)
+        places = emptied(self.physical_to_logical, -1)
+        return ExpertPlacement.replicated(places, shares, num_experts=self.num_experts, may_lose=True)
+
+    def of_members(self, members: Sequence[int]) -> ExpertPlacement:
+        """Return the placement of the ranks ``members``, ascending, numbered from 0; other ranks have no experts.
+
+        >>> ExpertPlacement.explicit([2, 0, 2], world_size=3).of_members([0, 2]).expert_to_rank
+        (1, 0, 1)
+        """
+        new_rank = {rank: i for i, rank in enumerate(members)}
+        expert_to_rank = tuple(new_rank.get(rank, -1) for rank in self.expert_to_rank)
+        rows, shares = self.physical_to_logical, self.shares
+        return ExpertPlacement(
+            expert_to_rank,
+            len(members),
+            None if rows is None else tuple(rows[rank] for rank in members),
+            None if shares is None else tuple(shares[rank] for rank in members),
+        )
 
     @property
     def is_contiguous(self) -> bool:
@@ -203,7 +247,9 @@ class ExpertPlacement:
 
         shares = None if self.shares is None else padded(self.shares, 0.0)
         places = padded(self.rank_to_experts, -1)
-        return ExpertPlacement.replicated(places, shares, num_experts=self.num_experts)
+        return ExpertPlacement.replicated(
+            places, shares, num_experts=self.num_experts, may_lose=bool(self.lost_experts)
+        )
 
     def with_copies(self, experts: Sequence[int], ranks: Sequence[int]) -> ExpertPlacement:
         """Return this placement with expert ``experts[i]`` in the next empty place of rank ``ranks[i]``, too.
@@ -216,7 +262,7 @@ class ExpertPlacement:
         rows = [list(row) for row in self.rank_to_experts]
         for expert, rank in zip(experts, ranks, strict=True):
             rows[rank][rows[rank].index(-1)] = expert
-        return ExpertPlacement.replicated(rows, num_experts=self.num_experts)
+        return ExpertPlacement.replicated(rows, num_experts=self.num_experts, may_lose=bool(self.lost_experts))
 
     @property
     def has_places(self) -> bool:
@@ -227,17 +273,19 @@ class ExpertPlacement:
     def physical(self) -> ExpertPlacement:
         """The placement of *physical* experts: place ``p`` of rank ``r`` has physical expert ``r * P + p``.
 
-        Without places physical experts are the experts.
+        Without places physical experts are the experts, without those that are lost.
         """
         if self.physical_to_logical is None:
-            return self
+            kept = tuple(rank for rank in self.expert_to_rank if rank >= 0)
+            return replace(self, expert_to_rank=kept) if self.lost_experts else self
         return ExpertPlacement.contiguous(self.world_size * len(self.physical_to_logical[0]), self.world_size)
 
     @cached_property
     def expert_to_physical(self) -> tuple[tuple[int, ...], ...]:
-        """The physical experts of each expert, ascending, so in order of rank."""
+        """The physical experts of each expert, ascending, so in order of rank; none of an expert that is lost."""
         if self.physical_to_logical is None:
-            return tuple((expert,) for expert in range(self.num_experts))
+            numbers = itertools.count()
+            return tuple((next(numbers),) if rank >= 0 else () for rank in self.expert_to_rank)
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for physical, expert in enumerate(expert for row in self.physical_to_logical for expert in row):
             if expert >= 0:

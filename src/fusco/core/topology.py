@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 
@@ -15,6 +16,9 @@ class Topology:
     are 0, 1, ... in order of rank. Nodes of unequal size raise a ``ValueError`` that lists them, as a communication
     group takes one rank of every node.
 
+    After ``Communicator.shrink`` a topology is that of the ranks that are left, the *members*, which it numbers from 0;
+    ``numbers[r]`` is the number of rank ``r`` in the group.
+
     >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
     >>> topology.node_to_ranks
     ((0, 1), (2, 3))
@@ -23,6 +27,7 @@ class Topology:
     """
 
     rank_to_node: tuple[int, ...]
+    members: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if not self.rank_to_node:
@@ -60,6 +65,31 @@ class Topology:
                 where = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
                 raise ValueError(f"ranks_per_node={ranks_per_node} puts different hosts into node {node}: {where}")
         return topology
+
+    @classmethod
+    def of_members(cls, members: Sequence[int], nodes: Sequence[Hashable]) -> Topology:
+        """Make the topology of the ranks ``members``, ascending, of which member ``i`` is on node ``nodes[i]``.
+
+        If nodes have different numbers of members, they are divided into smaller nodes of equally many: as many as
+        divide all of these numbers.
+
+        >>> Topology.of_members([0, 1, 2, 3, 4, 7], ["a", "a", "a", "a", "b", "b"]).rank_to_node
+        (0, 0, 1, 1, 2, 2)
+        """
+        sizes: dict[Hashable, int] = {}
+        positions = []
+        for node in nodes:
+            positions.append(sizes.get(node, 0))
+            sizes[node] = positions[-1] + 1
+        ranks_per_node = math.gcd(*sizes.values())
+        parts = [(node, position // ranks_per_node) for node, position in zip(nodes, positions, strict=True)]
+        numbers = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+        return cls(tuple(numbers[part] for part in parts), tuple(members))
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each rank in the group."""
+        return self.members or tuple(range(len(self.rank_to_node)))
 
     @cached_property
     def world_size(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fusco.control.bootstrap import host_identity
 from fusco.control.connect import raise_if_any
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.control.transport import Message, Ticket, memory_of
 from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportError
 from fusco.rails.address import Address
@@ -30,7 +30,7 @@ class RailTransport:
 
     def __init__(
         self,
-        store_gather: StoreGather,
+        store_gather: Gather,
         peers: Sequence[int],
         find_rails: Callable[[int], Sequence[Rail]],
         secret: str,
@@ -100,7 +100,7 @@ class RailTransport:
             self._endpoint.close()
             self._endpoint = None
 
-    def _connect(self, addresses: Mapping[int, Address], secret: str, store_gather: StoreGather) -> None:
+    def _connect(self, addresses: Mapping[int, Address], secret: str, store_gather: Gather) -> None:
         """Dial the lower ranks, and wait for the higher ones: until all rails are connected, or enough of them."""
         endpoint, names, since, refused = self._endpoint, {}, 0.0, list[int]()
         assert endpoint

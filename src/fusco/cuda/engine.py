@@ -15,8 +15,8 @@ import torch
 
 from fusco.control.connect import Connections
 from fusco.control.keeping import leak
+from fusco.control.member_gather import Gather
 from fusco.control.peer_watch import PeerWatch
-from fusco.control.store_gather import StoreGather
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import Stall
 from fusco.core.placement import ExpertPlacement
@@ -132,7 +132,7 @@ class CudaEngine:
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
             self._resources = resources.pop_all()
 
-    def _connect_nodes(self, store_gather: StoreGather, timeout_s: float) -> Network:
+    def _connect_nodes(self, store_gather: Gather, timeout_s: float) -> Network:
         stream, num_remote_nodes = self._order.new_stream(priority=-1), self._topology.num_nodes - 1
         on_stall = self._arena.abort_after_network
         return Network(self._gpu, store_gather, self._watchdog, stream, num_remote_nodes, timeout_s, on_stall)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.core.errors import SharedMemoryError, Stall, TransportError
 from fusco.cuda.between_nodes.nccl import NcclTransport
 from fusco.cuda.memory.rendezvous import rendezvous
@@ -85,13 +85,13 @@ class Gpu:
             ) from error
         return memory
 
-    def share(self, memory: torch.Tensor, store_gather: StoreGather, ranks: Sequence[int], name: str) -> Any:
+    def share(self, memory: torch.Tensor, store_gather: Gather, ranks: Sequence[int], name: str) -> Any:
         """See ``rendezvous``."""
         return rendezvous(memory, store_gather, ranks, name)
 
     def connect(
         self,
-        store_gather: StoreGather,
+        store_gather: Gather,
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
         channels_per_peer: int | None,
     ) -> NcclTransport:

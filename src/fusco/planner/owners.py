@@ -69,12 +69,14 @@ class OwnerTables:
         per_rank = num_physical // placement.world_size if placement.has_places else 0
         chosen: list[tuple[int, ...]] = []
         for expert, physical in enumerate(placement.expert_to_physical):
-            ranks = [each // per_rank for each in physical] if per_rank else [placement.expert_to_rank[expert]]
+            of_expert = [placement.expert_to_rank[expert]] * len(physical)  # none of one that is lost
+            ranks = [each // per_rank for each in physical] if per_rank else of_expert
             is_near = [True] * len(ranks) if placement.shares or is_planned else _nearest(ranks, rank, topology)
             chosen.append(tuple(each for each, near in zip(physical, is_near, strict=True) if near))
         numbers = np.array(list(map(len, chosen)), dtype=np.int64)
         owners = np.array([each for physical in chosen for each in physical], dtype=np.int32)
         is_divided = numbers > 1
+        to_rank = np.array(placement.physical.expert_to_rank, dtype=np.int64)
         shares = np.array(placement.shares if placement.shares else [], dtype=np.float64).ravel()
         return cls(
             rank=rank,
@@ -84,7 +86,7 @@ class OwnerTables:
             owners=owners,
             expert_to_divided=np.where(is_divided, np.cumsum(is_divided) - 1, -1).astype(np.int32),
             units=_units(shares[owners], numbers) if shares.size else np.zeros(0, np.int64),
-            owner_to_rank=owners.astype(np.int64) // per_rank if per_rank else np.array(placement.expert_to_rank),
+            owner_to_rank=owners.astype(np.int64) // per_rank if per_rank else to_rank,
             rank_to_node=np.array(topology.rank_to_node),
         )
 
@@ -151,7 +153,7 @@ def _nearest(ranks: list[int], rank: int, topology: Topology) -> list[bool]:
 def _units(shares: npt.NDArray[np.float64], numbers: IntArray) -> IntArray:
     """Return integers in proportion to the shares of each expert, with sum ``_UNITS``, by largest remainder."""
     units, first = np.zeros(len(shares), np.int64), 0
-    for number in numbers.tolist():
+    for number in filter(None, numbers.tolist()):  # an expert that is lost has no owner
         of_expert = shares[first : first + number]
         total = math.fsum(of_expert)  # the same whatever order NumPy adds in
         exact = (of_expert / total if total else np.full(number, 1.0 / number)) * _UNITS

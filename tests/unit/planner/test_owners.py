@@ -73,3 +73,16 @@ def test_one_place_of_each_expert_in_order_needs_no_choice():
     assert not OwnerTables.of(ExpertPlacement.replicated([[0, 1, -1], [2, 3, -1]]), 0, topology).is_identity
     # Id 2 is no expert, although there is a physical expert 2.
     assert not OwnerTables.of(ExpertPlacement.replicated([[0, 1], [-1, -1]]), 0, topology).is_identity
+
+
+def test_lost_experts_have_no_owner():
+    places, shares = [[0, 1], [2, 1], [3, -1]], [[1.0, 0.5], [1.0, 0.5], [1.0, 0.0]]
+    for given in (None, shares):
+        left = ExpertPlacement.replicated(places, given).without_ranks([1]).of_members([0, 2])
+        tables = OwnerTables.of(left, 0, Topology.of_equal_nodes(2, 2))
+        assert (tables.expert_to_first.tolist(), tables.owners.tolist()) == ([0, 1, 2, 2, 3], [0, 1, 2])
+        assert tables.units.tolist() == ([2**20] * 3 if given else [])
+    left = ExpertPlacement.explicit([0, 1, 2, 0], world_size=3).without_ranks([1]).of_members([0, 2])
+    tables = OwnerTables.of(left, 0, Topology.of_equal_nodes(2, 2))
+    assert (tables.owners.tolist(), left.physical.expert_to_rank) == ([0, 1, 2], (0, 1, 0))
+    assert choose_owners(torch.tensor([[0, 2, 3, -1]]), tables).tolist() == [[0, 1, 2, -1]]

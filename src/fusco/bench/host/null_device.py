@@ -20,8 +20,8 @@ from fusco.control.bootstrap import PeerInfo
 from fusco.control.connect import connect
 from fusco.control.layout import SegmentSizes
 from fusco.control.machine_calls import address_of
+from fusco.control.member_gather import Gather
 from fusco.control.session import Session
-from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
 from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.placement import ExpertPlacement
@@ -110,7 +110,7 @@ class NullGpu(Gpu):
         """Return host memory."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=_CPU)
 
-    def share(self, memory: torch.Tensor, _store_gather: StoreGather, ranks: Sequence[int], _name: str) -> Any:
+    def share(self, memory: torch.Tensor, _store_gather: Gather, ranks: Sequence[int], _name: str) -> Any:
         """Return this rank's memory as that of all ranks."""
         return SharedMemory([memory] * len(ranks))
 
@@ -278,7 +278,7 @@ def keep_freed_memory() -> None:
 
 
 def null_communicator(
-    store_gather: StoreGather,
+    store_gather: Gather,
     topology: Topology,
     num_experts: int,
     capacity: Capacity,

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fusco.control.machine_calls import address_of
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.control.threads import in_thread
 from fusco.core.errors import Stall, TransportError
 from fusco.cuda.kernels.abi import Number
@@ -82,7 +82,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        store_gather: StoreGather,
+        store_gather: Gather,
         device: torch.device,
         wait_until: Callable[[Callable[[], bool], Callable[[], Stall]], None],
         channels_per_peer: int | None = None,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusco.control.member_gather import Gather
 from fusco.control.peer_watch import Grace
-from fusco.control.store_gather import StoreGather
 from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
@@ -79,7 +79,7 @@ class Network:
     def __init__(
         self,
         gpu: Gpu,
-        store_gather: StoreGather,
+        store_gather: Gather,
         watchdog: Watchdog,
         stream: torch.cuda.Stream,
         num_remote_nodes: int,

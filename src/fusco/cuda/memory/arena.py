@@ -9,7 +9,7 @@ import torch
 
 from fusco.control.connect import raise_if_any
 from fusco.control.flags import Flags
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.core.errors import SharedMemoryError
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
@@ -21,7 +21,7 @@ _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
 _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 
-def allocate_on_all_ranks(store_gather: StoreGather, num_bytes: int, gpu: Gpu) -> torch.Tensor:
+def allocate_on_all_ranks(store_gather: Gather, num_bytes: int, gpu: Gpu) -> torch.Tensor:
     """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
     memory, error = None, ""
     try:
@@ -42,7 +42,7 @@ class _Abort(ctypes.Structure):
 class Arena:
     """Peer-visible ``memory`` laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
-    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: StoreGather, gpu: Gpu) -> None:
+    def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: Gather, gpu: Gpu) -> None:
         """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``.
 
         Raises ``SharedMemoryError`` on all ranks if one cannot map its peers'.

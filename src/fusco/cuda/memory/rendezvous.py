@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 )
 
 from fusco.control.connect import raise_if_any
-from fusco.control.store_gather import StoreGather
+from fusco.control.member_gather import Gather
 from fusco.core.errors import FuscoError
 
 # Fraction of the time limit for one file descriptor; all ranks are present to send it. Others that wait for this rank
@@ -45,7 +45,7 @@ class _StoreGatherStore(Store):
     ``set`` is an all-gather, so the counter in a key does not matter, only the rank at its end.
     """
 
-    def __init__(self, store_gather: StoreGather, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, store_gather: Gather, ranks: Sequence[int], name: str) -> None:
         super().__init__()
         self._store_gather, self._ranks, self._name = store_gather, ranks, name
         self._num_rounds = 0
@@ -85,7 +85,7 @@ class _StoreGatherStore(Store):
         """Return at once: all values are here after ``set``."""
 
 
-def rendezvous(memory: torch.Tensor, store_gather: StoreGather, ranks: Sequence[int], name: str) -> Any:
+def rendezvous(memory: torch.Tensor, store_gather: Gather, ranks: Sequence[int], name: str) -> Any:
     """Map the memory of all ``ranks``, including this one, and return PyTorch's handle, by index in ``ranks``.
 
     A collective of all ranks of the communicator, on all nodes. The memory is of

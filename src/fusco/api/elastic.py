@@ -1,0 +1,288 @@
+"""Verbs that change the members of a communicator: ``shrink``, ``grow``, ``join``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+from fusco.api.create import CommunicatorConfig, Kept
+from fusco.api.membership import Membership, release
+from fusco.api.next_generation import Change, make_next, placement_as_text, placement_of, warm_up
+from fusco.api.uncompiled import uncompiled
+from fusco.control.agreement import Agreement, Member, notify_excluded
+from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.control.joining import Invitation, Joining, JoinStore, invite, members_as_text, members_of
+from fusco.control.member_gather import MemberGather
+from fusco.control.threads import in_thread
+from fusco.core.config import Settings
+from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, TransportError, name_ranks
+from fusco.core.integers import check_integer
+
+_Elastic = TypeVar("_Elastic", bound="Elastic")
+_JOIN_LIMIT_S = 600.0  # of the wait of a new process for ``grow``
+
+
+class Elastic(Membership):
+    """The verbs of a ``Communicator`` that change its members."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending; all of the group until ``shrink``."""
+        return tuple(self._validator.number_to_rank)
+
+    @property
+    def lost_experts(self) -> tuple[int, ...]:
+        """The experts that no rank has, ascending: only ranks that are absent had them."""
+        return self.placement.lost_experts
+
+    @property
+    def num_lost_rows(self) -> int:
+        """Pairs of a token and a lost expert in this rank's dispatches so far, which got nothing.
+
+        On CUDA the host waits for the device.
+        """
+        return self._num_lost_before + self._owners.num_lost_rows
+
+    @uncompiled
+    def shrink(
+        self, leaving: Sequence[int] = (), *, min_ranks: int = 1, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Go on without ranks that have failed or that leave: a collective of the ranks that are left.
+
+        Call it after a ``PeerFailureError``, on every rank that gets one. Ranks agree who is left, through their status
+        servers, and connect anew; this communicator goes on with the same rank numbers. Absent ranks have no tokens and
+        no experts. What fails meanwhile is left out as well. A rank that does not call within the limit is left out,
+        and its calls raise ``ExcludedError``.
+
+        Experts that only absent ranks had are lost (``lost_experts``): their rows go nowhere, as if the id was -1,
+        until ``place`` gives them another owner or ``grow`` brings their rank back. Handles of earlier dispatches are
+        invalid, tensors stay. On CUDA, delete graphs before, and capture them again.
+
+        Args:
+            leaving: ranks that leave on purpose, the same on all ranks; all ranks call, these included, whose
+                communicator is closed then.
+            min_ranks: raise if fewer are left. With more than half of the ranks, parts of a divided network do not both
+                go on.
+            timeout_s: the limit of each wait; ``None`` means that of the settings.
+
+        Returns:
+            The ranks that were members before and are absent now, ascending.
+
+        Raises:
+            ExcludedError: on a rank that others have left out; it can only close the communicator.
+            PeerFailureError: if fewer than ``min_ranks`` are left. It can be called again.
+            SharedMemoryError, MismatchError: as ``Communicator``, on all ranks.
+            ClosedError: after ``close``.
+        """
+        with self._session.access.using("shrink"):
+            config, limit_s = self._require_elastic("shrink"), self._limit_of(timeout_s)
+            check_integer("min_ranks", min_ranks, least=1)
+            leavers = self._checked_leavers(leaving)
+            if leavers and self._have_agreed_to_leave(leavers):
+                self._end()
+                return leavers
+            session, before = self._session, dict(self._session.connections.members)
+            suspects, gone = self._suspects()
+            if not session.broken and not leavers:
+                session.abandon("calls shrink")
+            absent = frozenset({*gone, *leavers})
+            change = Change(
+                members=before,
+                limit_s=limit_s,
+                absent=absent,
+                suspects=suspects - absent,
+                is_planned=bool(leavers),
+                min_ranks=min_ranks,
+            )
+            self._go_on(config, change)
+            return tuple(sorted(set(before) - set(self.ranks)))
+
+    @uncompiled
+    def grow(
+        self, store: Store | None = None, *, name: str = "communicator", timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Take in processes that have called ``join``: a collective of the ranks that take part.
+
+        It returns at once if none has. A process that joins gets the number of an absent rank, with the experts that
+        the placement gives that rank: all of them before ``shrink``, or those of a later ``place``. It must have their
+        weights before they compute rows. Handles of earlier dispatches are invalid, as after ``shrink``.
+
+        Args:
+            store: where processes ask to join; ``None`` means the process group's store. It is reached from the lowest
+                rank only.
+            name: of this communicator in the store, if a process joins several.
+            timeout_s: the limit of each wait; ``None`` means that of the settings.
+
+        Returns:
+            The ranks that are members now and were absent before, ascending.
+
+        Raises:
+            TransportError: on all ranks, if the store cannot be reached. The communicator stays usable.
+            PeerFailureError: as in every collective; then ``shrink`` goes on. A process that fails while it joins is
+                left out instead.
+        """
+        with self._session.access.using("grow"):
+            config, limit_s = self._require_elastic("grow"), self._limit_of(timeout_s)
+            before = dict(self._session.connections.members)
+            with self._session.collective("grow"):
+                self._session.agree(CollectiveFingerprint("grow", {"name": name}))
+                self._engine.synchronize()
+                found = self._joiners(store or self._store, name, limit_s)
+            if "error" in found:
+                raise TransportError(found["error"])
+            joiners = members_of(found["joiners"])
+            if not joiners:
+                return ()
+            members = {**before, **joiners}
+            self._go_on(config, Change(members=members, limit_s=limit_s, is_planned=True, joining=frozenset(joiners)))
+            return tuple(sorted(set(self.ranks) - set(before)))
+
+    @classmethod
+    def join(
+        cls: type[_Elastic],
+        store: Store,
+        *,
+        rank: int | None = None,
+        name: str = "communicator",
+        join_timeout_s: float = _JOIN_LIMIT_S,
+        **arguments: Any,
+    ) -> _Elastic:
+        """Make the communicator of a new process that joins others, in a call of ``grow`` of theirs.
+
+        The process needs no process group. ``rank`` and ``ranks`` of the result say what it has become, ``placement``
+        which experts it has.
+
+        Args:
+            store: the store that the others pass to ``grow``, by default that of their process group, such as
+                ``torch.distributed.TCPStore(host, port, is_master=False)``.
+            rank: the rank to be, if it is absent; else, and with ``None``, the lowest that is.
+            name: as in ``grow``.
+            join_timeout_s: limit of the wait for ``grow``.
+            arguments: those of ``Communicator``, but ``group``, the same as on the other ranks.
+
+        Raises:
+            TransportError: if the others have not called ``grow`` within the limit, or cannot be reached.
+            ValueError: for invalid arguments, or if no rank is absent.
+            MismatchError: if the arguments are not those of the others, which go on without this process.
+            PeerFailureError: if the others fail meanwhile.
+        """
+        config = CommunicatorConfig(**{key: value for key, value in arguments.items() if value is not None})
+        warm_up(config)  # before others wait for it
+        limit_s = config.settings.timeout_s
+        joining = Joining(JoinStore(store, name, limit_s), rank, join_timeout_s)
+        invitation = joining.ask()
+        config.validator(invitation.rank, invitation.num_ranks)
+        server = joining.come(invitation)
+        server.is_held = True
+        kept = Kept(placement=placement_of(invitation.placement), access=None)
+        members, own = joining.members, invitation.rank
+        others = frozenset(members_of(invitation.members))
+        change = Change(members=members, limit_s=limit_s, is_planned=True, required=others)
+        try:
+            parts, _ = make_next(server, own, invitation.num_ranks, config, kept, change)
+        except BaseException:
+            server.is_held = False
+            server.close()
+            raise
+        server.is_held = False
+        self = cls.__new__(cls)
+        self._join(replace(parts, store=store))
+        return self
+
+    def _joiners(self, store: Store | None, name: str, limit_s: float) -> dict[str, Any]:
+        """Return the processes that join, as the lowest rank has found them, or its error."""
+        session, members = self._session, dict(self._session.connections.members)
+        server, found = session.connections.status_server, dict[str, Any]()
+        if self.rank == self.ranks[0]:
+            try:
+                found = {"joiners": members_as_text(self._invited(store, name, limit_s))}
+            except TransportError as error:
+                found = {"error": str(error)}
+        view = server.board.installed
+        with Agreement(server, self.rank, members, limit_s) as agreement:
+            gather = MemberGather(server, agreement, view, self.rank, members, self._validator.num_ranks, limit_s)
+            gathered: list[dict[str, Any]] = gather.all_gather(f"joiners {session.sequence_number}", found)
+        return gathered[0]
+
+    def _invited(self, store: Store | None, name: str, limit_s: float) -> dict[int, Member]:
+        if store is None:
+            raise TransportError("this rank knows no store; pass one to grow")
+        joins, connections = JoinStore(store, name, limit_s / 2), self._session.connections
+        num_ranks = self._validator.num_ranks
+        free = [rank for rank in range(num_ranks) if rank not in self.ranks]
+
+        def invitation_of(rank: int) -> Invitation:
+            return Invitation(
+                rank=rank,
+                num_ranks=num_ranks,
+                secret=connections.status_server.secret,
+                generation=connections.status_server.board.installed.number,
+                members=members_as_text(connections.members),
+                placement=placement_as_text(self._owners.placement_of_all),
+            )
+
+        own = connections.members[self.rank]
+        invited: dict[int, Member] = joins.within_limit(lambda: invite(joins, free, invitation_of, own))
+        return invited
+
+    def _require_elastic(self, verb: str) -> CommunicatorConfig:
+        if self._is_closed:
+            raise ClosedError(f"{verb} was called on a communicator that is closed")
+        self._validator.require_not_capturing(verb)
+        if self._config is None:
+            raise ValueError(f"{verb} needs a communicator that was made by its constructor")
+        return self._config
+
+    def _limit_of(self, timeout_s: float | None) -> float:
+        assert self._config is not None
+        if timeout_s is None:
+            return self._config.settings.timeout_s
+        return Settings(timeout_s=timeout_s).timeout_s  # checks it
+
+    def _checked_leavers(self, leaving: Sequence[int]) -> tuple[int, ...]:
+        leavers = tuple(sorted(set(leaving)))
+        if outside := [rank for rank in leavers if rank not in self.ranks]:
+            raise ValueError(f"leaving names rank {outside[0]}, but there are {name_ranks(self.ranks)}")
+        if set(leavers) == set(self.ranks):
+            raise ValueError("all ranks would leave; close the communicator instead")
+        return leavers
+
+    def _have_agreed_to_leave(self, leavers: tuple[int, ...]) -> bool:
+        """Agree with all ranks who leaves, if none has failed; return whether this rank does."""
+        if not self._session.broken:
+            try:
+                self._agree(CollectiveFingerprint("shrink", {"leaving": str(leavers)}))
+                self._drain()
+                if self._engine.is_asynchronous:  # no rank releases memory that another's device still reads
+                    self._agree(CollectiveFingerprint("shrink (settled)"))
+            except ExcludedError:
+                raise
+            except PeerFailureError:
+                pass  # the ranks that are left agree without those that have failed, too
+        return self.rank in leavers
+
+    def _suspects(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ranks that a failure has named, and those that have left, by number."""
+        server, numbers = self._session.connections.status_server, self.topology.numbers
+        report = server.failure_report
+        named = {numbers[rank] for rank in report.peers} if report else set()
+        return frozenset(named - {self.rank}), frozenset(numbers[rank] for rank in server.departures)
+
+    def _go_on(self, config: CommunicatorConfig, change: Change) -> None:
+        """Agree on the members of the next generation, connect, and replace this rank's parts."""
+        session, num_lost = self._session, self.num_lost_rows
+        kept = Kept(placement=self._owners.placement_of_all, access=session.access)
+        num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
+        release(session, self._engine, holds_status_server=True)
+        session.end("its members were to change, and that failed; call shrink again, or close it")
+        parts, view = make_next(server, own, num_ranks, config, kept, change)
+        server.is_held = False
+        self._finalizer.detach()
+        self._join(parts)
+        self._num_lost_before = num_lost
+        if view.members[0] == own:
+            outside = {rank: each.address for rank, each in change.members.items() if rank not in view.members}
+            in_thread(lambda: notify_excluded(server, view, own, outside), "notices to ranks that are left out")

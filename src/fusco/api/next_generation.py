@@ -1,0 +1,104 @@
+"""The parts of a communicator whose members change: agree who takes part, connect, and begin again if one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fusco.api.create import CommunicatorConfig, CommunicatorParts, Kept, create_next
+from fusco.control.agreement import Agreement, Member
+from fusco.control.member_board import View
+from fusco.control.member_gather import MemberGather, NewerViewError
+from fusco.control.node_memory import warm_up_node_memory
+from fusco.control.record_round import warm_up_record_round
+from fusco.control.status_server import StatusServer
+from fusco.core.errors import ExcludedError, FuscoError, PeerFailureError, Stall, name_ranks
+from fusco.core.placement import ExpertPlacement
+from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of members.
+
+    Attributes:
+        members: all that may take part, by number.
+        absent: of these, those that this rank does not propose.
+        suspects: of these, those that a failure has named; without an answer they are left out at once.
+        limit_s: the limit of each wait.
+        is_planned: whether all propose the same, as no rank has failed.
+        min_ranks: raise if fewer are left.
+        joining: of ``members``, those that join; if one of them fails, all are left out.
+        required: raise if none of these is left.
+    """
+
+    members: Mapping[int, Member]
+    limit_s: float
+    absent: frozenset[int] = frozenset()
+    suspects: frozenset[int] = frozenset()
+    is_planned: bool = False
+    min_ranks: int = 1
+    joining: frozenset[int] = frozenset()
+    required: frozenset[int] = frozenset()
+
+
+def make_next(
+    server: StatusServer, rank: int, num_ranks: int, config: CommunicatorConfig, kept: Kept, change: Change
+) -> tuple[CommunicatorParts, View]:
+    """Return the parts of the next generation, and its members.
+
+    Raises ``ExcludedError`` if this rank is left out, ``PeerFailureError`` if too few are left, and what all members
+    raise while they connect.
+    """
+    left, is_planned = set(change.members) - change.absent, change.is_planned
+    with Agreement(server, rank, change.members, change.limit_s) as agreement:
+        left -= agreement.silent(change.suspects)
+        while True:
+            view = agreement.agree(left, is_planned=is_planned)
+            _require_enough(rank, view, change)
+            gather = MemberGather(server, agreement, view, rank, change.members, num_ranks, change.limit_s)
+            try:
+                return create_next(gather, config, kept), view
+            except ExcludedError:
+                raise
+            except (PeerFailureError, NewerViewError) as error:
+                peers = set(error.peers) - {rank} if isinstance(error, PeerFailureError) else set()
+                left = set(view.members) - agreement.silent(peers)
+            except FuscoError:
+                if not change.joining.intersection(view.members):
+                    raise
+                left = set(view.members)  # what joins does not fit to what is here
+            left -= change.joining
+            is_planned = False
+
+
+def placement_as_text(placement: ExpertPlacement) -> dict[str, Any]:
+    """Return a placement as JSON has it."""
+    return asdict(placement)
+
+
+def placement_of(text: Mapping[str, Any]) -> ExpertPlacement:
+    """Return the placement that ``placement_as_text`` has described."""
+
+    def rows(name: str) -> Any:
+        return None if text[name] is None else tuple(map(tuple, text[name]))
+
+    to_rank = tuple(text["expert_to_rank"])
+    return ExpertPlacement(to_rank, text["world_size"], rows("physical_to_logical"), rows("shares"))
+
+
+def warm_up(config: CommunicatorConfig) -> None:
+    """Compile what connecting and the engine need, so that no rank waits for it."""
+    warm_up_node_memory()
+    warm_up_record_round()
+    if str(config.device) == "cpu":
+        warm_up_cpu()
+
+
+def _require_enough(rank: int, view: View, change: Change) -> None:
+    if len(view.members) >= change.min_ranks and (not change.required or change.required.intersection(view.members)):
+        return
+    stall = Stall("agreeing on the members", view.members, f"{change.min_ranks} ranks", f"{len(view.members)}")
+    reason = f"only {name_ranks(view.members)} are left"
+    raise PeerFailureError(rank=rank, peers=(), operation="shrink", stall=stall, reason=reason, has_left=True)

@@ -1,0 +1,140 @@
+"""Ranks, played by threads with a status server each, agree on the members that are left, whatever fails meanwhile."""
+
+import os
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+
+import fusco
+from fusco.control.agreement import Agreement, Member, notify_excluded
+from fusco.control.member_board import View
+from fusco.control.member_gather import MemberGather, NewerViewError
+from fusco.control.status_server import StatusServer
+
+HOST, LIMIT_S = "127.0.0.1", 3.0
+
+
+class Ranks:
+    """Status servers of ranks that know each other."""
+
+    def __init__(self, stack, num_ranks):
+        self.servers = {rank: stack.enter_context(closing(StatusServer("secret", HOST))) for rank in range(num_ranks)}
+        for rank, server in self.servers.items():
+            server.install(View(0, tuple(range(num_ranks))), rank)
+        self.members = {rank: Member(each.address, os.getpid(), "host") for rank, each in self.servers.items()}
+
+    def agreement(self, rank, limit_s=LIMIT_S):
+        return Agreement(self.servers[rank], rank, self.members, limit_s)
+
+    def run(self, function, ranks):
+        """Return a function's result, or what it raises, on each of ``ranks``, all at once."""
+        found = {}
+
+        def call(rank):
+            try:
+                found[rank] = function(rank)
+            except Exception as error:  # noqa: BLE001  the caller looks at it
+                found[rank] = error
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def agree(self, proposals, limit_s=LIMIT_S):
+        def of_rank(rank):
+            with self.agreement(rank, limit_s) as agreement:
+                return agreement.agree(proposals[rank])
+
+        return self.run(of_rank, proposals)
+
+
+@pytest.fixture
+def ranks():
+    with ExitStack() as stack:
+        yield Ranks(stack, 4)
+
+
+def test_all_propose_the_same(ranks):
+    found = ranks.agree({rank: {0, 1, 2, 3} for rank in range(4)})
+    assert {view.members for view in found.values()} == {(0, 1, 2, 3)}
+    assert len({view.number for view in found.values()}) == 1
+
+
+def test_ranks_go_on_with_what_all_of_them_hear_of(ranks):
+    """Rank 1 knows that 3 is gone, rank 0 does not."""
+    found = ranks.agree({0: {0, 1, 2, 3}, 1: {0, 1, 2}, 2: {0, 1, 2, 3}})
+    assert {(view.number, view.members) for view in found.values()} == {(found[0].number, (0, 1, 2))}
+
+
+def test_a_rank_that_does_not_listen_any_more_is_left_out_at_once(ranks):
+    ranks.servers[2].close()
+    began = time.monotonic()
+    found = ranks.agree({rank: {0, 1, 2, 3} for rank in (0, 1, 3)})
+    assert {view.members for view in found.values()} == {(0, 1, 3)}
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_a_rank_that_proposes_nothing_is_left_out_after_the_limit(ranks):
+    began = time.monotonic()
+    found = ranks.agree({rank: {0, 1, 2, 3} for rank in (0, 1, 2)}, limit_s=0.5)
+    assert {view.members for view in found.values()} == {(0, 1, 2)}
+    assert 0.5 <= time.monotonic() - began < LIMIT_S
+
+
+def test_a_rank_that_comes_too_late_learns_that_it_is_left_out(ranks):
+    found = ranks.agree({0: {0, 1}, 1: {0, 1}})
+    for rank in (0, 1):
+        ranks.servers[rank].install(found[rank], rank)
+    [late] = ranks.agree({3: {0, 1, 2, 3}}).values()
+    assert isinstance(late, fusco.ExcludedError)
+    assert late.peers == (0, 1)
+    notify_excluded(ranks.servers[0], found[0], 0, {2: ranks.members[2].address})
+    assert ranks.servers[2].board.exclusion.members == (0, 1)
+
+
+def test_a_call_fails_as_soon_as_another_rank_shrinks(ranks):
+    def proposes(rank):
+        with ranks.agreement(rank, 0.3) as agreement:
+            return agreement.agree({0, 1, 2})
+
+    ranks.run(proposes, [0])
+    report = ranks.servers[1].failure_report
+    assert (report.peers, report.found_by) == ((3,), 0)
+    assert "rank 0 has called shrink" in report.reason
+
+
+def test_members_gather_values_until_one_goes_on_to_newer_members(ranks):
+    views = ranks.agree({rank: {0, 1, 3} for rank in (0, 1, 3)})
+
+    def gathers(rank):
+        with ranks.agreement(rank) as agreement:
+            gather = MemberGather(ranks.servers[rank], agreement, views[rank], rank, ranks.members, 4, LIMIT_S)
+            gather.begin()
+            values = gather.all_gather("first", [rank, "text"])
+            if rank == 3:
+                with ranks.agreement(rank, 0.2) as newer:
+                    newer.agree({0, 1, 3})
+                return values
+            errors = (NewerViewError, fusco.PeerFailureError)  # the view, or the report of it, is seen first
+            with pytest.raises(errors, match=r"rank 3 (agrees on other members again|has called shrink)"):
+                gather.all_gather("second", "never")
+            return values
+
+    assert set(map(str, ranks.run(gathers, (0, 1, 3)).values())) == {"[[0, 'text'], [1, 'text'], [3, 'text']]"}
+
+
+def test_reports_of_another_generation_do_not_count(ranks):
+    server = ranks.servers[0]
+    old, new = ({"failure": {"peers": [1], "reason": text, "found_by": 1, "has_left": True}} for text in ("old", "new"))
+    server.answer(new | {"generation": 5})
+    assert server.failure_report is None
+    server.install(View(5, (0, 1)), 0)
+    assert server.failure_report.reason == "new"
+    server.install(View(6, (0, 1)), 0)
+    server.answer(old | {"generation": 5})
+    assert server.failure_report is None
