@@ -167,7 +167,7 @@ class Communicator(ExpertMoves):
                 masked grouped matrix products read.
             quantize: send the rows, bfloat16, float16 or float32 (num_tokens, hidden), as values of 8 or 4 bits with
                 scales, the same on all ranks; then the payloads are values and scales. See ``Quantize``.
-            launch: device settings. Gradients use the same number of multiprocessors, on the caller's stream.
+            launch: device settings. Gradients use the same number of SMs, on the caller's stream.
 
         Returns:
             Rows, counts, weights if requested, and the handle. With ``Launch(own_stream=True)``, call its ``wait``
@@ -212,7 +212,7 @@ class Communicator(ExpertMoves):
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
             launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use the
-                same number of multiprocessors, on the caller's stream.
+                same number of SMs, on the caller's stream.
 
         Returns:
             The expert-major rows of each payload, as in ``dispatch``.
@@ -241,7 +241,7 @@ class Communicator(ExpertMoves):
             weights: ``"topk"`` applies the ``topk_weights`` of the dispatch, if it had any. ``None`` adds rows up as
                 they are, for experts that have applied the weights. The same on all ranks.
             launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use the
-                same number of multiprocessors, on the caller's stream.
+                same number of SMs, on the caller's stream.
 
         Returns:
             Rows (num_tokens, hidden) of the dtype of ``y``; zero for tokens without experts. Rows that were dropped add
@@ -464,7 +464,7 @@ class Communicator(ExpertMoves):
         return run_collective(self._session, self._engine, verb, validate, self._engine.prepare_combine)
 
     def _verbs(self, launch: Launch | None) -> Verbs:
-        """Return the verbs of a call's gradients, with as many multiprocessors as the call, on the graph's stream."""
+        """Return the verbs of a call's gradients, with as many SMs as the call, on the graph's stream."""
         mirrored = (launch or Launch()).on_callers_stream()
         return Verbs(
             lambda x, handle: self._move_again([x], handle, mirrored)[0],

@@ -61,7 +61,7 @@ class ShuffleOptions:
     ] = "in-turn"
     timeout_s: options.Timeout = 60.0
     num_sms: Annotated[
-        int | None, typer.Option(min=1, help="On CUDA: multiprocessors that fusco may take. Default: its own choice.")
+        int | None, typer.Option(min=1, help="On CUDA: SMs that fusco may take. Default: its own choice.")
     ] = None
     iterations: options.Iterations = 20
     timeline: Annotated[

@@ -188,12 +188,12 @@ def _device_notes(records: Sequence[DeviceRecord]) -> list[str]:
         *_variant_notes(records),
         f"each rank must receive up to {record.remote_row_bytes / 1e6:.1f} MB of rows: {floor_ms:.3f} ms at the peak",
         f"peaks in GB/s: copy engine {peaks['copy_engine_pull_gbs']:.0f} pulling, {peaks['copy_engine_push_gbs']:.0f} "
-        f"pushing; multiprocessors {peaks['sm_pull_gbs']:.0f} and {peaks['sm_push_gbs']:.0f}; local "
+        f"pushing; SMs {peaks['sm_pull_gbs']:.0f} and {peaks['sm_push_gbs']:.0f}; local "
         f"{peaks['local_gbs']:.0f} read and written",
     ]
     if record.num_sms:
         taken = ", ".join(f"{name} {num_sms}" for name, num_sms in record.num_sms.items())
-        notes.append(f"multiprocessors taken by {record.variant}: {taken}")
+        notes.append(f"SMs taken by {record.variant}: {taken}")
     if record.kernel_us:
         kernels = ", ".join(f"{name} {us:.0f}" for name, us in record.kernel_us.items())
         notes.append(f"kernels of {record.variant} in us, concurrent and waiting included: {kernels}")

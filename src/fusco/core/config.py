@@ -140,7 +140,7 @@ class Launch:
         events[1].wait()
 
     Attributes:
-        num_sms: maximum number of multiprocessors that a kernel uses; ``None`` means a default for the call.
+        num_sms: maximum number of SMs that a kernel uses; ``None`` means a default for the call.
         own_stream: run on the communicator's stream instead of the caller's current one. The call waits for the
             caller's stream first. A stream that reads the result must wait for the call: with ``Dispatched.wait``,
             with ``event``, or with ``Communicator.wait``, which waits for every call launched so far.

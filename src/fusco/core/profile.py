@@ -47,7 +47,7 @@ class CallProfile:
             ``all_to_all`` and of ``shuffle`` with lanes, as the others are known on the device only.
         lane_row_bytes: rows of other ranks of the node that this rank read to send them to other nodes, or sums that it
             read from the ranks that carried them.
-        num_sms: on CUDA, maximum number of multiprocessors that moved its rows at a time, including staging. Kernels
+        num_sms: on CUDA, maximum number of SMs that moved its rows at a time, including staging. Kernels
             that pack slices and NCCL kernels do not count.
     """
 
@@ -68,7 +68,7 @@ class CallProfile:
         return _Section(self, f"{kind}_s")
 
     def count_sms(self, num_sms: int) -> None:
-        """Count multiprocessors in use at the same time: ``num_sms`` becomes the maximum."""
+        """Count SMs in use at the same time: ``num_sms`` becomes the maximum."""
         self.num_sms = max(self.num_sms, num_sms)
 
 
@@ -77,7 +77,7 @@ class Call:
     """A collective under way."""
 
     sequence_number: int  # of the latest exchange of records, the same on all ranks; most collectives have one
-    profile: CallProfile  # counts times, bytes and multiprocessors
+    profile: CallProfile  # counts times, bytes and SMs
     _exchange: Callable[[Mapping[str, str]], int] | None = None  # compares, and returns the next sequence number
 
     def compare(self, fields: Mapping[str, str]) -> None:

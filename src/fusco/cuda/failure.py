@@ -27,7 +27,7 @@ PHASES = (
     Phase(
         "grid barrier",
         "all blocks of a kernel resident on this device at once, which are",
-        "fewer, as other kernels occupy its multiprocessors",
+        "fewer, as other kernels occupy its SMs",
     ),
     Phase("the network", "all messages of epoch", "an abort of NCCL"),
     Phase("carrying rows for each other within the node", "its node barrier"),

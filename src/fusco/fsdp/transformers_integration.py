@@ -50,7 +50,7 @@ def registered_with_transformers(
         max_tokens_per_rank: as for ``FuscoDispatcher``.
         name: the value of ``ep_implementation``.
         settings: of the communicators.
-        launch: as for ``FuscoDispatcher``; ``Launch()`` uses all multiprocessors, for models without FSDP.
+        launch: as for ``FuscoDispatcher``; ``Launch()`` uses all SMs, for models without FSDP.
         static: as for ``FuscoDispatcher``: in exchange for memory, the host waits for no dispatch.
         dispatcher: makes another dispatcher of a group, such as ``TorchDispatcher``; settings, launch and static are
             unused then.

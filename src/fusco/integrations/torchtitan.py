@@ -38,7 +38,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
 
         # of a rank in a step: batch size times sequence length, over the ranks that share a sequence
         max_tokens_per_rank: int
-        num_sms: int = FSDP_SMS  # multiprocessors of a call
+        num_sms: int = FSDP_SMS  # SMs of a call
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -41,7 +41,7 @@ def fused_moe_forward(
     or else ``fc1_1_weight`` and ``fc1_2_weight`` have them (num_local_experts, inner, hidden); ``fc2_weight`` is
     (num_local_experts, hidden, inner). ``swiglu_limit`` must be ``None``.
     """
-    # As many multiprocessors as under FSDP, whose collectives run at the same time.
+    # As many SMs as under FSDP, whose collectives run at the same time.
     rows, launch = ExpertRows.of_group(get_parallel_state().ep_group, num_experts), Launch(num_sms=FSDP_SMS)
     with rows.comms.rejecting():
         if swiglu_limit is not None:

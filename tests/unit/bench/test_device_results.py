@@ -143,10 +143,10 @@ def test_the_table_within_a_node(ranks):
     assert "2 ranks" in shown
     assert " 3.00 " in re.search("fusco  .*", shown)[0]  # the baseline's 7.5 in a row, over 2.5
     assert "copy engine 380 pulling, 400 pushing" in shown
-    assert "multiprocessors taken by fusco: dispatch 3, combine 2" in shown
+    assert "SMs taken by fusco: dispatch 3, combine 2" in shown
     assert "waiting included: plan 29, scatter_rows 991" in shown
     assert "fusco-static" not in shown
-    assert "multiprocessors taken" not in text_of(records[1:2])
+    assert "SMs taken" not in text_of(records[1:2])
 
 
 def test_workloads_of_a_run_have_one_shape():

@@ -214,12 +214,12 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(monkeypatch):
     assert variants.obstacle("transformers", "cuda", "bfloat16") == (
         "transformers 5.17.0 has no all_to_all; 5.23 is the first"
     )
-    assert "no multiprocessors" in variants.obstacle("fusco-32", "cpu", "float32")
+    assert "no SMs" in variants.obstacle("fusco-32", "cpu", "float32")
     assert "rows sized exactly" in variants.obstacle("fusco-static", "cuda", "float32")
     assert not any(variants.obstacle(name, "cuda", "bfloat16") for name in ("fusco", "fusco-32", "fusco-static"))
     done = CliRunner().invoke(app, ["bench", "prefill", "--variants", "fusco-32"])
     assert done.exit_code != 0
-    assert "no variant can run here: fusco-32: there are no multiprocessors on the CPU" in str(done.exception)
+    assert "no variant can run here: fusco-32: there are no SMs on the CPU" in str(done.exception)
 
 
 def test_a_rank_without_tokens_has_nothing_to_compare():

@@ -30,7 +30,7 @@ class Emulated:
         num_sms: int | None = None,
         max_resident: int | None = None,
     ) -> World:
-        """Devices of a few multiprocessors; a grid never has more blocks at once, or than ``max_resident``."""
+        """Devices of a few SMs; a grid never has more blocks at once, or than ``max_resident``."""
         machine, emulator, sms = self.machine, self._emulator, num_sms or 1 + self._order % 4
         return World(layout, placement, machine, lambda: EmulatedLibrary(machine, emulator, sms, max_resident))
 

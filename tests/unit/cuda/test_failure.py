@@ -35,5 +35,5 @@ def test_a_grid_barrier_that_times_out_blames_no_rank():
     assert str(error) == (
         "rank 5 gave up in dispatch #3, phase 'grid barrier', waiting for no other rank: "
         "expected all blocks of a kernel resident on this device at once, which are 64, "
-        "saw fewer, as other kernels occupy its multiprocessors. Cause: ..."
+        "saw fewer, as other kernels occupy its SMs. Cause: ..."
     )

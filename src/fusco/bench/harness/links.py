@@ -1,6 +1,6 @@
 """Peak bandwidths of this run's links, with all ranks sending at once; measured times are compared with them.
 
-Between GPUs within a node by copy engine and by multiprocessors, between nodes by torch.distributed.
+Between GPUs within a node by copy engine and by SMs, between nodes by torch.distributed.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ from fusco.placement.batch import Balance
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 VARIANTS = {
-    "fusco": "rows sized exactly, all multiprocessors",
-    "fusco-32": f"rows sized exactly, {FSDP_SMS} multiprocessors",
-    "fusco-static": "static rows, all multiprocessors: the host does not wait",
+    "fusco": "rows sized exactly, all SMs",
+    "fusco-32": f"rows sized exactly, {FSDP_SMS} SMs",
+    "fusco-static": "static rows, all SMs: the host does not wait",
     "fusco-balanced": "rows sized exactly, busy experts copied to spare places for each batch",
     "torch": "all_to_all_single (NCCL or gloo) between permutations: TorchDispatcher",
     "baseline": "the same as fast as these operations allow, the baseline of fusco bench shuffle",
@@ -54,7 +54,7 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
     """Return why a variant cannot run here; empty if it can."""
     found = ""
     if variant == "fusco-32" and device == "cpu":
-        found = "there are no multiprocessors on the CPU"
+        found = "there are no SMs on the CPU"
     elif variant == "fusco-static" and (device, dtype) == ("cuda", "float32"):
         found = "PyTorch's grouped product on CUDA takes bfloat16 only, and a loop needs rows sized exactly"
     elif variant == "transformers" and not is_recent(installed("transformers"), _LEAST_TRANSFORMERS):

@@ -117,7 +117,7 @@ class ShuffleFactory(ExitStack):
         *,
         is_graph: bool = False,
     ) -> Shuffle:
-        """Return dispatch and combine of a communicator, on the multiprocessors that the run allows."""
+        """Return dispatch and combine of a communicator, on the SMs that the run allows."""
 
         def dispatch() -> Sent:
             sent = comm.dispatch(x, routing.topk_idx, routing.topk_weights, static=static, launch=self._launch)

@@ -19,7 +19,7 @@ class ShuffleRun:
     balancer: str  # a name of ``fusco.BALANCERS``
     num_iterations: int  # how many are timed
     device: str = "cpu"  # ``"cpu"`` or ``"cuda"``
-    num_sms: int | None = None  # on CUDA, the maximum number of multiprocessors that fusco may take
+    num_sms: int | None = None  # on CUDA, the maximum number of SMs that fusco may take
     has_timeline: bool = False  # whether one dispatch and combine of fusco are recorded
     # on a testbed, the rate of a rank's rails in each direction, in 10^9 bytes per second; else 0
     rank_gbs: float = 0.0

@@ -22,7 +22,7 @@ template <> struct Vector<4> { u32 words[1]; };
 template <> struct Vector<2> { u16 words[1]; };
 template <> struct Vector<1> { u8 words[1]; };
 
-// Loads of rows that a peer has written or owns. They bypass this multiprocessor's L1, which is not coherent.
+// Loads of rows that a peer has written or owns. They bypass this SM's L1, which is not coherent.
 __device__ __forceinline__ Vector<16> load_shared_row(const Vector<16>* at) {
     Vector<16> v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -202,7 +202,7 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
     const Comm& comm = args.comm;
     const i32 num_sends = args.longest * (NUM_RANKS - 1) * args.parts;
     const i32 num_sums = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.sum_parts;
-    // Of many rows the first blocks send, the others sum: a multiprocessor whose stores to peers queue for the link could not
+    // Of many rows the first blocks send, the others sum: an SM whose stores to peers queue for the link could not
     // load rows fast enough.
     const Beginning beginning(args.num_senders, num_sends, num_sums);
     beginning.take_all(comm, first_send, first_sum);

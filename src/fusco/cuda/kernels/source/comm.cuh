@@ -135,7 +135,7 @@ constexpr u32 MAX_EPOCH_LEAD = 16;
 __device__ __forceinline__ bool has_reached(u32 seen, u32 epoch) { return seen - epoch < MAX_EPOCH_LEAD; }
 
 // Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
-// would wait for this multiprocessor's stores. The first load acquires, too: most flags are set before they are looked for.
+// would wait for this SM's stores. The first load acquires, too: most flags are set before they are looked for.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
     if (has_reached(load_acquire_system(flag), epoch)) return true;
@@ -218,7 +218,7 @@ __device__ __forceinline__ i32 for_all_lanes(i32 of_first_lane) { return __shfl_
 constexpr i32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
 
 // The items that a block's warps begin with: in the first `num_senders` blocks with sends, as many as it takes if all of
-// these blocks are resident, and all other warps with receives likewise. So few items are spread over all multiprocessors.
+// these blocks are resident, and all other warps with receives likewise. So few items are spread over all SMs.
 struct Beginning {
     i32 num_sends, num_receives;
     bool has_more_sends, has_more_receives;  // than the grid begins with
@@ -279,9 +279,9 @@ __device__ __forceinline__ u32* sum_flag(const Comm& comm, u32 at, u32 src, i32 
     return section<u32>(comm, at, comm.sums_ready) + (static_cast<u64>(src) * comm.max_tokens + token) * MAX_PARTS + part;
 }
 
-// Grid barrier. The grid must not have more blocks than multiprocessors: then all of them become resident, at once or when
+// Grid barrier. The grid must not have more blocks than SMs: then all of them become resident, at once or when
 // other kernels end. Long-running kernels that wait for other ranks, such as NCCL's, must leave this grid that many
-// multiprocessors. (A cooperative launch would guarantee it at once, but costs 12 us.)
+// SMs. (A cooperative launch would guarantee it at once, but costs 12 us.)
 __device__ __forceinline__ bool grid_barrier(const Comm& comm) {
     bool is_ready = true;
     __syncthreads();

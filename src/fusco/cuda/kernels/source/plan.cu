@@ -54,13 +54,13 @@ struct PlanArgs {
     i32 max_slots;
     i32 rows_per_expert;  // slots of each block, which begin at multiples of it; 0 if blocks follow each other
     i32 is_overflow_reported;
-    i32 is_followed_early;  // the next kernel may take multiprocessors while this one waits for ranks
+    i32 is_followed_early;  // the next kernel may take SMs while this one waits for ranks
 };
 static_assert(sizeof(PlanArgs) == ARGUMENT_BYTES, "plan.py mirrors this struct");
 
 constexpr i32 NOT_HERE = -1;
 constexpr i32 DROPPED = -2;
-constexpr i32 KEPT_ROUNDS = 2;  // that is all, unless a budget of multiprocessors leaves fewer blocks
+constexpr i32 KEPT_ROUNDS = 2;  // that is all, unless a budget of SMs leaves fewer blocks
 static_assert(KEPT_ROUNDS == 2, "loops over rounds take the first two from registers, by name");
 constexpr i32 COUNTS_TOGETHER = NUM_WARPS % 8 ? 1 : 8;  // loads in flight
 #if WEIGHT_BYTES == 8
