@@ -113,7 +113,7 @@ def open_on(store_gather, timeout_s=TIMEOUT_S, *, is_capturing=False) -> Communi
         pass
     session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
     return Communicator.of_parts(
-        CommunicatorParts(session, engine, validator=mock.Mock(**{"caller_placement.has_places": False}))
+        CommunicatorParts(session, engine, validator=mock.Mock(caller_placement=placement, members=()))
     )
 
 
@@ -338,7 +338,9 @@ def test_a_broken_communicator_on_the_cpu_has_not_finished():
         engine = CpuEngine(connections, config)
         session = Session(store_gather.rank, connections, Access("a communicator"), on_broken=engine.abort)
         communicator = Communicator.of_parts(
-            CommunicatorParts(session, engine, validator=mock.Mock(**{"caller_placement.has_places": False}))
+            CommunicatorParts(
+                session, engine, validator=mock.Mock(caller_placement=ExpertPlacement.contiguous(1, 1), members=())
+            )
         )
         communicator.synchronize()
         communicator.abort()

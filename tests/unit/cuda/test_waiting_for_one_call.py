@@ -45,7 +45,7 @@ class Streams(SimulatedGpu):
 class Plan:
     """A plan of as many rows as tokens, which notes the stream that its weights by slot are made on."""
 
-    rank, placement, num_tokens, num_topk, num_slots = 0, PLACEMENT, 2, 1, 2
+    rank, placement, num_tokens, num_topk, num_slots, rows_per_expert = 0, PLACEMENT, 2, 1, 2, None
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
