@@ -209,9 +209,9 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
     seen: list[tuple[str, fusco.Launch | None]] = []
     dispatch, again, combine = Validator.validate_dispatch, Validator.validate_redispatch, Validator.validate_combine
 
-    def dispatching(self, payloads, topk_idx, topk_weights, alignment, with_weights, static, launch):
+    def dispatching(self, payloads, topk_idx, topk_weights, alignment, with_weights, static, launch, *more):
         seen.append(("dispatch", launch))
-        return dispatch(self, payloads, topk_idx, topk_weights, alignment, with_weights, static, launch)
+        return dispatch(self, payloads, topk_idx, topk_weights, alignment, with_weights, static, launch, *more)
 
     def dispatching_again(self, payloads, handle, launch=None):
         seen.append(("dispatch_again", launch))

@@ -50,7 +50,7 @@ def test_bench_shuffle_writes_one_record_for_each_traffic_and_variant(tmp_path):
     assert done.exit_code == 0, done.output
     assert all(f"shuffle, {traffic} traffic" in done.output for traffic in ("trace", "imbalanced"))
     flat = " ".join(done.output.split())
-    findings = re.findall(r"(\w+) traffic: fusco [\d.]+ ms, baseline [\d.,]+ ms: [^:]+, verified", flat)
+    findings = re.findall(r"(\w+) traffic: fusco [\d.,]+ ms, baseline [\d.,]+ ms: [^:]+, verified", flat)
     assert findings == ["trace", "imbalanced"]
     lines = list(map(json.loads, out.read_text().splitlines()))
     assert [line["traffic"] for line in lines] == ["trace"] * len(VARIANTS) + ["imbalanced"] * len(VARIANTS)

@@ -78,8 +78,8 @@ def parallelize(
 
     found = check_on_all_ranks(check, mesh.device_type)
     check_equal_weights(model, mesh.device_type)
-    found = [_distribute(experts, mesh) for experts in found]
-    for experts in found:
+    for number, undistributed in enumerate(found):  # a layer at a time, so that no device has all of them unsharded
+        found[number] = experts = _distribute(undistributed, mesh)
         shard_experts(experts, mesh, settled)
         experts.module.forward = ExpertParallelLayer(experts, dispatcher, balance)
         for adapter in experts.adapters:
