@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from fusco.control.agreement import Agreement, Member
 from fusco.control.member_board import View
@@ -127,6 +127,12 @@ class MemberGather:
         """Note why a member could not be reached."""
         self._agreement.note_failure(error, self.members[rank])
 
+    def fail(self, stall: Stall, reason: str) -> NoReturn:
+        """Raise ``PeerFailureError`` for the ranks of a wait that cannot end; a watchdog tells all other members."""
+        if self._watcher:
+            self._watcher.find_fault(stall, reason)
+        self._raise(stall, stall.on_ranks, reason)
+
     def part(self, without: Sequence[int] = (), reason: str = "") -> None:  # noqa: ARG002  of a ``StoreGather``
         """Tell the other members that this rank fails, if there is a ``reason``."""
         if not reason:
@@ -142,7 +148,7 @@ class MemberGather:
             if number in views and views[number].number > self.number:
                 raise NewerViewError(f"rank {number} agrees on other members again: {views[number].members}")
 
-    def _raise(self, stall: Stall, ranks: Sequence[int], reason: str) -> None:
+    def _raise(self, stall: Stall, ranks: Sequence[int], reason: str) -> NoReturn:
         numbers = tuple(self.members[rank] for rank in ranks)
         named = Stall(stall.phase, numbers, stall.expected, stall.seen)
         raise PeerFailureError(
