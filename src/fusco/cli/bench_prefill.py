@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -15,12 +15,11 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.reports import Column, headlines, report, table_of
-from fusco.cli.running import absolute, check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, new_console, run_model
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
-from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
     from fusco.bench.prefill.job import PrefillJob
@@ -147,33 +146,22 @@ def prefill(
 def _choose_variants(
     given: Sequence[str] | None, device: str, dtype: str, *, has_balance: bool
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the variants that can run, and why the others cannot."""
     from fusco.bench.prefill.variants import VARIANTS, obstacle
 
     usual = [name for name in VARIANTS if name != "fusco-balanced"]
     wanted = options.choose_names(given or usual, list(VARIANTS), "variants")
     if has_balance and "fusco-balanced" not in wanted:
         wanted.append("fusco-balanced")
-    skipped = {name: why for name in wanted if (why := obstacle(name, device, dtype))}
-    chosen = tuple(name for name in wanted if name not in skipped)
-    if not chosen:
-        raise ValueError("no variant can run here: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
-    return chosen, skipped
+    return options.runnable(wanted, lambda name: obstacle(name, device, dtype))
 
 
 def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
     """Run the job; problems of the machine raise before any process starts."""
     from fusco.bench.prefill.rank import prefill_rank
-    from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     if job.device == "cpu":
         check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
-    # NCCL takes ranks of a node for those of one host, but it refuses ranks of a host that share a GPU.
-    per_host = 1 if job.num_ranks > num_devices(job.device) else job.ranks_per_node
-    hosts = Topology.of_equal_nodes(job.num_ranks, per_host)
-    where: dict[str, Any] = {"device": job.device, "topology": hosts, "prepare": (warm_up_cpu,)}
-    results = run_on_ranks(prefill_rank, (job, absolute(json)), job.num_ranks, console, **where)
-    return results[0] if results else None
+    return run_model(prefill_rank, job, console, json)
 
 
 def _timed(form: str) -> Callable[[PrefillRecord], str]:

@@ -153,6 +153,19 @@ def choose_names(given: Sequence[str] | None, allowed: Sequence[str], option: st
     return list(dict.fromkeys(names))
 
 
+def runnable(names: Sequence[str], obstacle: Callable[[str], str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the variants that can run, and why the others cannot; ``ValueError`` if none can.
+
+    >>> runnable(["fusco", "deep_ep"], lambda name: "not installed" if name == "deep_ep" else "")
+    (('fusco',), {'deep_ep': 'not installed'})
+    """
+    skipped = {name: why for name in names if (why := obstacle(name))}
+    chosen = tuple(name for name in names if name not in skipped)
+    if not chosen:
+        raise ValueError("no variant can run here: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+    return chosen, skipped
+
+
 def integers(given: Sequence[str], option: str) -> list[int]:
     """Return positive integers given with commas between them, repeatedly, or both; else ``ValueError``.
 

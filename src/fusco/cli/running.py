@@ -172,3 +172,20 @@ def run_on_ranks(
         )
         with LocalWorld(num_ranks, device, environment, limit_s) as world, watching(world.store, show):
             return world.run(function, num_ranks, *arguments, world.store.port)
+
+
+def run_model(
+    function: Callable[..., list[_Result]], job: Any, console: Console, json: Path | None
+) -> list[_Result] | None:
+    """Run a rank's part of a benchmark of a model and return what rank 0 does; ``None`` on other ranks of a launcher.
+
+    ``job`` has ``device``, ``num_ranks`` and ``ranks_per_node``; ``json`` is the file that rank 0 adds results to.
+    """
+    from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+    # NCCL takes ranks of a node for those of one host, but it refuses ranks of a host that share a GPU.
+    per_host = 1 if job.num_ranks > num_devices(job.device) else job.ranks_per_node
+    hosts = Topology.of_equal_nodes(job.num_ranks, per_host)
+    where: dict[str, Any] = {"device": job.device, "topology": hosts, "prepare": (warm_up_cpu,)}
+    results = run_on_ranks(function, (job, absolute(json)), job.num_ranks, console, **where)
+    return results[0] if results else None

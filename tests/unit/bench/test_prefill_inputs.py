@@ -25,7 +25,7 @@ from fusco.bench.prefill.job import TINY, PrefillJob
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
 from fusco.bench.prefill.records import Case, Measured, _record_of, resume, summarize
 from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
-from fusco.cli import bench_prefill
+from fusco.cli import running
 from fusco.cli.main import app
 from fusco.fsdp.qwen3 import Qwen3Shape
 
@@ -203,7 +203,7 @@ def test_a_record_has_medians_and_the_worst_of_all_ranks():
 def test_a_failed_comparison_ends_the_command_with_1_and_says_where(monkeypatch):
     failed = record_of(Deviation(), Deviation(layer=0.5))
     assert failed.errors == ["rank 1: the output of a layer is 0.5 off, more than 1e-05"]
-    monkeypatch.setattr(bench_prefill, "run_on_ranks", lambda *_, **__: [[failed]] * 2)
+    monkeypatch.setattr(running, "run_on_ranks", lambda *_, **__: [[failed]] * 2)
     done = CliRunner().invoke(app, ["bench", "prefill"])
     assert done.exit_code == 1
     assert "random, skewed: 64, 8, fusco: rank 1: the output of a layer is 0.5 off" in done.output.replace("\n", " ")
