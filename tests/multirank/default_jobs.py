@@ -85,6 +85,7 @@ def describe(group: dist.ProcessGroup) -> tuple[list[str], list[str]]:
         group, num_experts=8, num_topk=2, max_tokens_per_rank=4, hidden=6, ranks_per_node=2, balancer="static"
     )
     logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
     with comm:
         rows = torch.ones((4, 6), dtype=torch.bfloat16, device=ON_CPU)
         sent = comm.dispatch(rows, torch.tensor([[0, 5]] * 4, dtype=torch.int64, device=ON_CPU))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from rank_setup import Setup, check_combine, digest, law_of, pause_randomly, poison, poison_recycler
 
 from comparison import assert_same_bits, world_rows
+from fusco.rails.rail import Rail
 from generator import KINDS, any_bits
 
 HIDDEN = 5
@@ -42,7 +43,8 @@ def check_routings_on_hosts(
 
 def bytes_sent_with_rails(group: dist.ProcessGroup, setup: Setup, num_rails: int) -> list[int]:
     """Dispatch and combine on hosts of ``num_rails`` NICs; return this rank's bytes to nodes, also of an all-to-all."""
-    with mock.patch("fusco.api.create.configured_rails", return_value=(None,) * num_rails), setup.open(group) as comm:
+    rails = tuple(Rail(f"rail{index}", f"127.0.0.{index + 1}", (index,)) for index in range(num_rails))
+    with mock.patch("fusco.api.create.configured_rails", return_value=rails), setup.open(group) as comm:
         case = setup.case("balanced", 0, comm.topology.world_size, setup.num_topk)
         law = law_of(comm, case)
         x = [any_bits((case.num_tokens(rank), HIDDEN), torch.float32, "x", rank) for rank in law.ranks]
