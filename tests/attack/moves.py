@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from fault_jobs import Fate, _error_of, _held_in_the_end
+from fault_jobs import Fate, _error_of, held_in_the_end
 from move_jobs import in_places
 
 import fusco
@@ -53,7 +53,7 @@ def move_until_failure(
         fate.closing_s = time.monotonic() - began_to_close
     except fusco.PeerFailureError as error:
         fate.note(error)
-    fate.still_held = _held_in_the_end()
+    fate.still_held = held_in_the_end()
     return fate
 
 

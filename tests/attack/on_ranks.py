@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 import torch.distributed as dist
-from fault_jobs import Fate, _error_of, _held_in_the_end
+from fault_jobs import Fate, _error_of, held_in_the_end
 from rank_setup import Setup
 
 import fusco
@@ -95,7 +95,7 @@ def work_until_failure(
             fate.closing_s = time.monotonic() - began_to_close
         except fusco.PeerFailureError as error:
             fate.note(error)
-    fate.still_held = [*_held_in_the_end(), *(t.name for t in threading.enumerate() if t.name.startswith("fusco"))]
+    fate.still_held = [*held_in_the_end(), *(t.name for t in threading.enumerate() if t.name.startswith("fusco"))]
     return fate
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_jobs import Fault, _held_in_the_end
+from fault_jobs import Fault, held, held_in_the_end
 from members import Members
 from rank_setup import Setup
 
@@ -173,13 +172,13 @@ def _closed(served: Served, comm: fusco.Communicator) -> Served:
         time.monotonic() < deadline
     ):
         threads[0].join(0.05)
-    served.still_held = [*_held_in_the_end(), *(thread.name for thread in threads)]
+    served.still_held = [*held_in_the_end(), *(thread.name for thread in threads)]
     return served
 
 
 def leave_on_purpose(group: dist.ProcessGroup, setup: Setup, leaving: tuple[int, ...], *name: int | str) -> Served:
     """Work, let ranks leave, and work on."""
-    before = Counter(_held_in_the_end())  # by earlier tests in these processes
+    before = held()  # by earlier tests in these processes
     served, comm = Served(), setup.open(group)
     members = Members(comm, dist.get_world_size(group))
     work(members, setup, *name, 0)
@@ -192,7 +191,7 @@ def leave_on_purpose(group: dist.ProcessGroup, setup: Setup, leaving: tuple[int,
         comm.close()
     assert comm.is_broken
     del comm, members
-    served.still_held = [*(Counter(_held_in_the_end()) - before).elements()]
+    served.still_held = held_in_the_end(before)
     return served
 
 

@@ -10,7 +10,8 @@ import os
 import pkgutil
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,16 +144,16 @@ def run_with_fault(
         fate.closing_s = time.monotonic() - began_to_close
     except fusco.PeerFailureError as error:
         fate.note(error)
-    fate.still_held = _held_in_the_end()
+    fate.still_held = held_in_the_end()
     return fate
 
 
-def _held_in_the_end() -> list[str]:
-    """Return the resources still held after threads blocked on the network had time to end."""
+def held_in_the_end(before: Iterable[str] = ()) -> list[str]:
+    """Return resources beyond ``before`` that are still held after threads blocked on the network had time to end."""
     deadline = time.monotonic() + _ENDING_S
     while True:
         gc.collect()  # the error's traceback references tensors in shared memory
-        if not (still := held()) or time.monotonic() > deadline:
+        if not (still := [*(Counter(held()) - Counter(before)).elements()]) or time.monotonic() > deadline:
             return still
         time.sleep(0.05)
 
