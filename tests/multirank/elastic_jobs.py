@@ -279,30 +279,51 @@ def refuse_mistakes(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def limit_one_call(group: dist.ProcessGroup) -> float:
-    """Rank 2 is late for a call with a limit of its own: the others raise within it."""
-    settings = fusco.Settings(timeout_s=60.0)
+def limit_one_call(group: dist.ProcessGroup, *, by_argument: bool) -> tuple[float, float]:
+    """Rank 2 is late for calls with limits of their own: the others raise within the shortest, and name it.
+
+    Returns the seconds that took, and those that the next call waited for rank 2 without a limit of its own.
+    """
     comm = fusco.Communicator(
-        group, num_experts=4, num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=8, settings=settings
+        group,
+        num_experts=4,
+        num_topk=1,
+        max_tokens_per_rank=1,
+        max_bytes_per_token=8,
+        settings=fusco.Settings(timeout_s=60.0),
     )
     x, ids = torch.ones(1, 1), torch.tensor([[comm.rank]])
-    comm.dispatch(x, ids)
+    sent = comm.dispatch(x, ids, timeout_s=30.0 + comm.rank)  # ranks may differ
+    assert comm.combine(sent.rows, sent.handle, timeout_s=None if comm.rank else 30.0).tolist() == [[1.0]]
     if comm.rank == 2:
         time.sleep(3.0)
     began = time.monotonic()
-    with pytest.raises(fusco.PeerFailureError) as caught, comm.limit(1.0):
-        _dispatch_twice(comm, x, ids)  # rank 2 may find all that it needs for the first
+    with pytest.raises(fusco.PeerFailureError) as caught:
+        _dispatch_twice(comm, x, ids, 20.0 if comm.rank else 1.0, by_argument=by_argument)
     elapsed_s = time.monotonic() - began
     assert caught.value.peers == (2,)
     assert comm.shrink() == ()  # it answers, so it was only late
+    if comm.rank == 2:
+        time.sleep(1.5)
+    began = time.monotonic()
     assert comm.dispatch(x, ids).rows.tolist() == [[1.0]]
+    waited_s = time.monotonic() - began
+    with pytest.raises(ValueError if comm.rank == 1 else fusco.RejectedInputError, match=r"timeout_s.*-1"):
+        comm.dispatch(x, ids, timeout_s=-1.0 if comm.rank == 1 else None)
     comm.close()
-    return elapsed_s
+    return elapsed_s, waited_s
 
 
-def _dispatch_twice(comm: fusco.Communicator, x: torch.Tensor, ids: torch.Tensor) -> None:
+def _dispatch_twice(
+    comm: fusco.Communicator, x: torch.Tensor, ids: torch.Tensor, limit_s: float, *, by_argument: bool
+) -> None:
+    """Dispatch with a limit; the late rank may find all that it needs for the first."""
     for _ in range(2):
-        comm.dispatch(x, ids)
+        if by_argument:
+            comm.dispatch(x, ids, timeout_s=limit_s)
+        else:
+            with comm.limit(limit_s):
+                comm.dispatch(x, ids)
 
 
 def leave_and_rejoin(

@@ -143,9 +143,11 @@ def test_mistakes_change_nothing(world):
     assert world.run(refuse_mistakes, 4) == [True] * 4
 
 
-def test_a_call_may_have_a_limit_of_its_own(world):
-    for elapsed_s in world.run(limit_one_call, 4):
+@pytest.mark.parametrize("by_argument", [False, True])
+def test_a_call_may_have_a_limit_of_its_own_and_the_communicator_keeps_its_own(world, by_argument):
+    for rank, (elapsed_s, waited_s) in enumerate(world.run(limit_one_call, 4, by_argument=by_argument)):
         assert elapsed_s < TIMEOUT_S
+        assert rank == 2 or waited_s > 1.0
 
 
 # A known defect: on two cores a rank is at times left out while a process joins.

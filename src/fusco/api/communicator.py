@@ -26,7 +26,7 @@ from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.moves import ExpertMoves
 from fusco.api.quantized import quantized
 from fusco.api.repeats import Repeats
-from fusco.api.uncompiled import uncompiled
+from fusco.api.uncompiled import limited
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.quantization import Quantize
@@ -47,8 +47,11 @@ class Communicator(ExpertMoves):
     Every collective with input raises ``TypeError`` or ``ValueError`` for this rank's bad input, and
     ``RejectedInputError`` on all other ranks. It raises ``MismatchError`` on all ranks if inputs do not go together,
     and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator
-    goes on with ``shrink``, or is closed. Use it in a ``with`` block, or call ``close``. A communicator that is dropped
-    unclosed releases its resources, too, with a ``ResourceWarning``; the other ranks learn that this one has left.
+    goes on with ``shrink``, or is closed. Every verb takes ``timeout_s``, a limit of this call on this rank in place of
+    that one, as ``limit`` gives several calls one; calls of a backward pass keep that of the settings.
+
+    Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases its resources, too,
+    with a ``ResourceWarning``; the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
@@ -132,8 +135,8 @@ class Communicator(ExpertMoves):
         super()._join(parts)
         self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
-    @uncompiled
-    def dispatch(
+    @limited
+    def dispatch(  # noqa: PLR0913  all by name
         self,
         x: torch.Tensor | Sequence[torch.Tensor],
         topk_idx: torch.Tensor,
@@ -144,6 +147,7 @@ class Communicator(ExpertMoves):
         static: StaticRows | None = None,
         quantize: Quantize | None = None,
         launch: Launch | None = None,
+        timeout_s: float | None = None,
     ) -> Dispatched:
         """Send every token to its experts; rows arrive expert-major on the ranks that own them.
 
@@ -202,9 +206,14 @@ class Communicator(ExpertMoves):
             return replace(sent, gradients=rows if wants_grad(source) else None, weights=weights)
         return replace(sent, payloads=(rows, *sent.payloads[1:]), weights=weights)
 
-    @uncompiled
+    @limited
     def dispatch_again(
-        self, x: torch.Tensor | Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
+        self,
+        x: torch.Tensor | Sequence[torch.Tensor],
+        handle: Handle,
+        *,
+        launch: Launch | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Send other rows along the routing of a handle, without planning again.
 
@@ -224,9 +233,15 @@ class Communicator(ExpertMoves):
             rows[0], _ = DispatchRows.apply(payloads[0], None, made, handle, self._verbs(launch))  # type: ignore[no-untyped-call]
         return tuple(rows)
 
-    @uncompiled
+    @limited
     def combine(
-        self, y: torch.Tensor, handle: Handle, *, weights: Literal["topk"] | None = "topk", launch: Launch | None = None
+        self,
+        y: torch.Tensor,
+        handle: Handle,
+        *,
+        weights: Literal["topk"] | None = "topk",
+        launch: Launch | None = None,
+        timeout_s: float | None = None,
     ) -> torch.Tensor:
         """Return expert-major rows to their tokens: ``out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]``.
 
@@ -253,9 +268,14 @@ class Communicator(ExpertMoves):
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
 
-    @uncompiled
+    @limited
     def combine_all(
-        self, ys: Sequence[torch.Tensor], handle: Handle, *, launch: Launch | None = None
+        self,
+        ys: Sequence[torch.Tensor],
+        handle: Handle,
+        *,
+        launch: Launch | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return several tensors of rows to their tokens, as ``combine`` with ``weights=None``; no gradients.
 
@@ -288,9 +308,14 @@ class Communicator(ExpertMoves):
         verbs = [f"combine_all ({number} of {len(rows)})" for number in range(1, len(rows) + 1)]
         return [self._sum(verb, [y], handle, None, launch)[0] for verb, y in zip(verbs, rows, strict=True)]
 
-    @uncompiled
+    @limited
     def dispatch_weights(
-        self, topk_weights: torch.Tensor, handle: Handle, *, launch: Launch | None = None
+        self,
+        topk_weights: torch.Tensor,
+        handle: Handle,
+        *,
+        launch: Launch | None = None,
+        timeout_s: float | None = None,
     ) -> torch.Tensor:
         """Return the weight of each row, for other weights along the routing of a handle; no gradients.
 
@@ -307,8 +332,15 @@ class Communicator(ExpertMoves):
         (rows,) = self._move_again([topk_weights.detach()], handle, launch)
         return weights_of_slots(rows, handle)
 
-    @uncompiled
-    def combine_weights(self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None) -> torch.Tensor:
+    @limited
+    def combine_weights(
+        self,
+        values: torch.Tensor,
+        handle: Handle,
+        *,
+        launch: Launch | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor:
         """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
 
         Args:
@@ -326,8 +358,10 @@ class Communicator(ExpertMoves):
         (sums,) = self._sum_all([rows], handle, launch)
         return sums
 
-    @uncompiled
-    def shuffle(self, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
+    @limited
+    def shuffle(
+        self, send: Mapping[int, Segments], receive: Mapping[int, Segments], *, timeout_s: float | None = None
+    ) -> None:
         """Exchange scattered segments of any sizes among all ranks, without any MoE.
 
         Args:
@@ -340,7 +374,7 @@ class Communicator(ExpertMoves):
         for segments in receive.values():
             count_as_changed(segments.base)
 
-    @uncompiled
+    @limited
     def all_to_all(
         self,
         output: torch.Tensor | None,
@@ -349,6 +383,7 @@ class Communicator(ExpertMoves):
         input_split_sizes: Sequence[int] | None = None,
         *,
         schedule: ScheduleMode | None = None,
+        timeout_s: float | None = None,
     ) -> torch.Tensor:
         """Exchange rows among all ranks, as ``torch.distributed.all_to_all_single``; skew between nodes is evened out.
 
@@ -402,8 +437,8 @@ class Communicator(ExpertMoves):
 
         return cast("torch.Tensor", ExchangeRows.apply(input, Precomputed(request.output), way_back))  # type: ignore[no-untyped-call]
 
-    @uncompiled
-    def gather_send(self, segments: Segments, dst: int) -> None:
+    @limited
+    def gather_send(self, segments: Segments, dst: int, *, timeout_s: float | None = None) -> None:
         """Read scattered segments, in order, and send them to rank ``dst``, which calls ``scatter_recv``.
 
         It returns when ``dst`` has received everything. Raises ``ValueError`` unless ``dst`` is another rank of the
@@ -415,8 +450,8 @@ class Communicator(ExpertMoves):
             with self._session.point_to_point(name := f"gather_send to rank {dst}"):
                 self._engine.stream(name, {self._validator.number_to_rank[dst]: segments}, {})
 
-    @uncompiled
-    def scatter_recv(self, segments: Segments, src: int) -> None:
+    @limited
+    def scatter_recv(self, segments: Segments, src: int, *, timeout_s: float | None = None) -> None:
         """Receive from rank ``src``, which calls ``gather_send``, and write to scattered segments, in order.
 
         Raises the errors of ``gather_send``.

@@ -1,15 +1,19 @@
-"""Verbs under ``torch.compile``: the compiler ends its graph before a call and begins another after it."""
+"""Verbs under ``torch.compile``, which ends its graph before a call and begins another after it; and their limits."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fusco.core.config import Settings
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_OF_TWO_RANKS = ("gather_send", "scatter_recv")
 
 
 def uncompiled(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -23,5 +27,29 @@ def uncompiled(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
         if torch.compiler.is_compiling():
             return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
         return verb(*args, **kwargs)
+
+    return call
+
+
+def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return a verb of a communicator, ``uncompiled``, whose waits are limited to its ``timeout_s``, if it is given.
+
+    The verb itself has nothing to do with that argument. A collective rejects a bad one, as it does other input.
+    """
+    is_collective = verb.__name__ not in _OF_TWO_RANKS
+
+    def within_limit(*args: Any, **kwargs: Any) -> Any:
+        comm, timeout_s = args[0], kwargs["timeout_s"]
+        with comm.rejecting() if is_collective else nullcontext():
+            Settings(timeout_s=timeout_s)  # checks it
+        with comm.limit(timeout_s):
+            return verb(*args, **kwargs)
+
+    @functools.wraps(verb)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        run = verb if kwargs.get("timeout_s") is None else within_limit
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+        return run(*args, **kwargs)
 
     return call
