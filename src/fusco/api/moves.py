@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusco.api.collective import run_collective
-from fusco.api.elastic import Elastic
+from fusco.api.exchanges import Exchanges
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
 from fusco.api.placement_move import PlacementMove
@@ -33,7 +33,7 @@ Weights = Sequence[torch.Tensor]
 Load = Callable[[int], Weights]  # of one expert
 
 
-class ExpertMoves(Elastic):
+class ExpertMoves(Exchanges):
     """The verbs of a ``Communicator`` that place, plan and move experts."""
 
     @uncompiled
