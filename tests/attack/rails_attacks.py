@@ -77,7 +77,7 @@ def addresses(random: Random) -> str:
         for _ in range(_NUM_ADDRESSES):
             what = _random_fields(random)
             error = _error_of(lambda: endpoint.connect(Address(*what), timeout_s=0.05), what)  # noqa: B023
-            names_rail = "rail 0 (lo, 127.0.0.1): " in str(error)
+            names_rail = "rail 0 (lo, 127.0.0.1 to " in str(error)
             assert str(error) if not isinstance(error, PeerFailureError) else names_rail, f"{what}: {error!r}"
             errors.add(type(error).__name__)
             check()

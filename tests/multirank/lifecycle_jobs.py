@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
 import threading
 import time
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from fault_jobs import fail
 
 import fusco
+from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.errors import Stall
+from fusco.rails.address import Address
+from fusco.rails.endpoint import Endpoint
 
 TIMEOUT_S = 20.0
 NUM_ROUNDS = 60
@@ -203,3 +208,24 @@ def _end_in_child(comm: fusco.Communicator, *, fails: bool) -> None:
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def refuse_rails(group: dist.ProcessGroup) -> tuple[str, float]:
+    """Each rank is a node with rails, and what listens at the address of rank 0 does not know its secret.
+
+    Return the error of this rank, and the seconds until it was raised.
+    """
+    listen, began = Endpoint.listen, time.monotonic()
+
+    def listen_for_others(endpoint: Endpoint) -> Address:
+        return dataclasses.replace(listen(endpoint), secret=bytes(32))
+
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.dict(os.environ, {RAILS_VARIABLE: "lo"}))
+        if group.rank() == 0:
+            patched.enter_context(mock.patch.object(Endpoint, "listen", listen_for_others))
+        try:
+            _open(group, 1).close()
+        except fusco.PeerFailureError as error:
+            return str(error), time.monotonic() - began
+    return "no error", 0.0

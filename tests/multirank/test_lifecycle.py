@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import lifecycle_jobs as jobs
 import pytest
 
@@ -60,6 +62,16 @@ def test_a_refusal_counts_though_its_process_ended_before_it_was_seen():
     with LocalWorld(2) as world:
         world.start(jobs.refuse_and_end, 2, 1, "exits")
         assert world.results([0]) == ["RejectedInputError"]
+
+
+def test_all_ranks_learn_at_once_of_one_whose_rails_refuse(world):
+    for rank, (text, took_s) in enumerate(world.run(jobs.refuse_rails, 4)):
+        assert "rank 0: " in text, (rank, text)
+        assert re.search(r"rail 0 \(lo, 127.0.0.1 to 127.0.0.1:\d+\): the other end refused the handshake", text), (
+            rank,
+            text,
+        )
+        assert took_s < jobs.TIMEOUT_S / 2, (rank, took_s, text)  # of which rails are compiled once
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -70,7 +70,7 @@ def test_a_peer_that_leaves(tmp_path, end, text):
         assert time.monotonic() - begin < 5.0
         assert failure.value.peers == (1,)
         if end == "dies":
-            assert "rail 2 (lo, 127.0.0.3)" in str(failure.value)
+            assert "rail 2 (lo, 127.0.0.3 to 127.0.0.3:" in str(failure.value)
         with pytest.raises(PeerFailureError):
             channel.isend(b"more")
         child.stdin.close()

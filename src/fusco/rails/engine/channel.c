@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <netdb.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,6 +26,16 @@ const char *channel_wrong(struct channel *channel, const char *format, ...) {
 
 void channel_note_failure(struct channel *channel, int rail, const char *reason) { snprintf(channel->failures[rail], TEXT_BYTES, "%s", reason); }
 
+/* " to ADDRESS:PORT" of the other end of a rail, if this end dialled it. */
+static const char *describe_peer(const struct channel *channel, int rail, char text[TEXT_BYTES]) {
+  char host[NI_MAXHOST], port[NI_MAXSERV];
+  socklen_t num_bytes = channel->peer_address_bytes[rail];
+  const struct sockaddr *address = (const struct sockaddr *)(channel->peer_address + rail);
+  if (!num_bytes || getnameinfo(address, num_bytes, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV)) return "";
+  snprintf(text, TEXT_BYTES, strchr(host, ':') ? " to [%s]:%s" : " to %s:%s", host, port);
+  return text;
+}
+
 /* Break the channel: all requests fail, all connections end. The reason names each rail: connected, or why it failed. */
 static void fail(struct channel *channel, int result, bool names_rails, const char *format, ...) {
   const struct host *host = channel->host;
@@ -38,7 +49,9 @@ static void fail(struct channel *channel, int result, bool names_rails, const ch
   for (int rail = 0; names_rails && rail < channel->num_rails && used < room; rail++) {
     const struct rail *each = host->rails + rail;
     const char *state = channel->connections[rail] ? "connected" : *channel->failures[rail] ? channel->failures[rail] : "never connected";
-    used += (size_t)snprintf(text + used, room - used, "%srail %d (%s, %s): %s", rail ? "; " : "", rail, each->named.interface, each->text, state);
+    char peer[TEXT_BYTES];
+    const char *to = describe_peer(channel, rail, peer);
+    used += (size_t)snprintf(text + used, room - used, "%srail %d (%s, %s%s): %s", rail ? "; " : "", rail, each->named.interface, each->text, to, state);
   }
   channel->num_seen = channel->num_connections;
   channel->is_told = !messages_are_done(channel) || !channel->was_connected; /* else it has lost nothing yet, such as at the end of a job */
