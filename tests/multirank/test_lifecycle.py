@@ -71,7 +71,7 @@ def test_all_ranks_learn_at_once_of_one_whose_rails_refuse(world):
             rank,
             text,
         )
-        assert took_s < jobs.TIMEOUT_S / 2, (rank, took_s, text)  # of which rails are compiled once
+        assert took_s < jobs.TIMEOUT_S - 2.0, (rank, took_s, text)  # they are compiled once
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
