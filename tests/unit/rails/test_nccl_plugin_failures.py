@@ -80,7 +80,7 @@ def test_a_killed_peer_and_what_it_leaves(tmp_path):
         begin = time.monotonic()
         settle(sends[-1:], sender, limit_s=5.0)
         assert time.monotonic() - begin < LIMITS.no_rail_s + 1.0
-        with pytest.raises(PluginError, match=r"worker 0 is unreachable, .*rail 2 \(lo, 127.0.0.3 to 127.0.0.3:") as error:
+        with pytest.raises(PluginError, match=r"is unreachable, .*rail 2 \(lo, 127.0.0.3 to 127.0.0.3:") as error:
             sends[-1].wait()
         assert error.value.code == REMOTE_ERROR
         sender.close()
