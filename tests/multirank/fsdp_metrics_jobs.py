@@ -63,6 +63,40 @@ def train_by(_: dist.ProcessGroup, name: str) -> tuple[str, float]:
     return "", max(difference(weights, expected[key].detach()) for key, weights in model.named_parameters())
 
 
+def train_experts_by_muon(_: dist.ProcessGroup, ep_size: int, expert_dim: int) -> dict[str, float] | str:
+    """Return how far experts are, in steps, from those that ``torch.optim.Muon`` trained one by one; or the error."""
+    mesh, rate = mesh_of(ep_size, 1), 1e-2
+    model, alone = make_model("qwen3"), make_model("qwen3")
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), fsdp.Sharding(expert_dim=expert_dim))
+    stacks = {name: each for name, each in model.named_parameters() if each.ndim == 3}
+    matrices = {
+        name: [torch.nn.Parameter(each.detach().clone()) for each in alone.get_parameter(name)] for name in stacks
+    }
+    try:
+        ours = fsdp.ExpertMuon(stacks.values(), lr=rate)
+    except ValueError as error:
+        return str(error)
+    theirs = torch.optim.Muon([each for part in matrices.values() for each in part], lr=rate)
+    for index in range(3):
+        batch = make_batch(0, 2, index)  # the same on all ranks
+        (loss_sum(model, batch) / num_targets(batch) / dist.get_world_size()).backward()
+        (loss_sum(alone, batch) / num_targets(batch)).backward()
+        for name, part in matrices.items():
+            for each, grad in zip(part, alone.get_parameter(name).grad, strict=True):
+                each.grad = grad.clone()
+        ours.step()
+        theirs.step()
+        with torch.no_grad():
+            for name, part in matrices.items():
+                alone.get_parameter(name).copy_(torch.stack(list(part)))
+        model.zero_grad()
+        alone.zero_grad()
+    return {
+        name: float((each.detach().full_tensor() - alone.get_parameter(name)).abs().max()) / rate
+        for name, each in stacks.items()
+    }
+
+
 def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer of all parameters, Muon of matrices only."""
     parameters = list(model.parameters())
@@ -100,7 +134,7 @@ def run_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> str
     run, mesh = Run(), mesh_of(2, 1)
     with dispatcher_of(run, mesh) as dispatcher:
         model = make_model("qwen3")
-        fsdp.parallelize(model, mesh, dispatcher)
+        fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=0))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
         def train_step() -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
 from fusco.fsdp.hugging_face import original_class
+from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,7 +83,9 @@ def _faults(model: transformers.PreTrainedModel, weights: Tensors, path: Path) -
         for parameter in model.parameters():
             _values(parameter).fill_(float("nan"))
     fsdp.load_hugging_face(path / "plain", model)
-    faults += _differences("read", {name: _values(tensor) for name, tensor in model.state_dict().items()}, weights)
+    read = {name: _values(tensor) for name, tensor in model.state_dict().items()}
+    read |= {name: with_zeros(read[name], num_rows) for name, num_rows in cut_rows(model).items()}
+    faults += _differences("read", read, weights)
     if type(model) is not sharded_class:
         faults.append("has lost the class that FSDP gave it")
     return faults

@@ -51,7 +51,7 @@ def test_every_kind_with_a_bias_is_updated(two):
     """They are those of the page, by name, type and shape."""
     found, other = two.run(jobs.update_all_kinds, find_kinds())
     assert found == other
-    shape_to_text = {(4,): "(E,)", (1, 4): "(1, E)", (5,): "(E + 1,)"}
+    shape_to_text = {(4,): "(E,)", (1, 4): "(1, E)", (5,): "(E + 1,)", (6,): "(E + zero experts,)"}
     in_table: dict[str, set[str]] = {}
     for kind, (name, what, shape) in found.items():
         in_table.setdefault(f"| `{name}` | {what} | {shape_to_text[shape]} |", set()).add(kind)

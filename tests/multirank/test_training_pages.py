@@ -24,7 +24,7 @@ def snippets_of(page):
 
 def test_the_snippets_run(two, tmp_path):
     snippets = snippets_of("runs.md")
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     for shown in two.run(jobs.run_snippets, snippets, tmp_path):
         assert "LoadSummary(busiest=" in shown
         assert "step 1  loss " in shown

@@ -22,6 +22,7 @@ from fusco.fsdp.expert_loads import (
     reset_expert_loads as reset_expert_loads,
     summarize_loads as summarize_loads,
 )
+from fusco.fsdp.expert_muon import ExpertMuon as ExpertMuon
 from fusco.fsdp.experts import Experts as Experts, find_experts as find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
 from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_, grad_norm as grad_norm

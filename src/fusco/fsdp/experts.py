@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
+from fusco.fsdp.scaled_inputs import scaling_block
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
@@ -26,10 +27,13 @@ class Experts:
         module: has the parameters ``gate_up_proj`` (or ``up_proj``, without a gate) and ``down_proj``, of three
             dimensions, and optionally ``gate_up_proj_bias`` and ``down_proj_bias``, of two; dimension 0 is the expert.
             It is called with (hidden_states, top_k_index, top_k_weights).
-        num_experts: of all ranks.
+        num_experts: of all ranks, without zero experts.
         up_name: ``"gate_up_proj"`` or ``"up_proj"``.
         is_transposed: whether matrices are stored as (num_inputs, num_outputs).
         adapters: LoRA of peft on the projections.
+        scaling_block: the block that scales rows by the router's scores (``ScaledInputs``); then the original module
+            takes such rows, and no routing.
+        num_zero_experts: experts without weights, with the last ids, which return their rows (LongCat-Flash).
     """
 
     name: str
@@ -38,6 +42,8 @@ class Experts:
     up_name: str
     is_transposed: bool
     adapters: list[ExpertAdapter] = field(default_factory=list)
+    scaling_block: nn.Module | None = None
+    num_zero_experts: int = 0
 
     def run(
         self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor, copies: Mapping[str, torch.Tensor] | None = None
@@ -82,6 +88,8 @@ class Experts:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return all parameters of this rank's experts, and of their adapters, (num_local_experts, ...), by name."""
         weights = {name: self.local(name) for name, _ in self.module.named_parameters(recurse=False)}
+        if self.num_zero_experts:
+            weights[self.up_name] = weights[self.up_name][: len(weights[_DOWN_NAME])]
         dtype = weights[_DOWN_NAME].dtype
         return weights | {key: each for adapter in self.adapters for key, each in adapter.weights(dtype).items()}
 
@@ -108,13 +116,16 @@ def find_experts(model: nn.Module) -> list[Experts]:
     """
     found, candidates = [], []
     for name, module in model.named_modules():
-        obstacle = _obstacle(module)
+        block = None if _takes_routing(module) else scaling_block(name, module, model)
+        obstacle = _obstacle(module, is_called_with_routing=block is None)
         if not obstacle:
             wrappers = find_expert_adapters(name, module, model)
             stacks = dict(module.named_parameters(recurse=False))
             experts = _experts_of(name, module, next(key for key in _UP_NAMES if key in stacks))
+            if wrappers and experts.num_zero_experts:
+                raise ValueError(f"{name} has zero experts: adapters on it are not supported")
             adapters = [ExpertAdapter(wrapper, module, 0, experts.num_experts) for wrapper in wrappers]
-            found.append(replace(experts, adapters=adapters))
+            found.append(replace(experts, adapters=adapters, scaling_block=block))
         elif looks_like_experts(name, module):
             candidates.append(Candidate(name, module, obstacle))
         _check_unparametrized(name, module)
@@ -127,7 +138,7 @@ def find_experts(model: nn.Module) -> list[Experts]:
     return found
 
 
-def _obstacle(module: nn.Module) -> str:
+def _obstacle(module: nn.Module, *, is_called_with_routing: bool) -> str:
     """Return the reason why a module is not a module of experts; empty if it is one."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return "each expert is a module by itself"
@@ -137,9 +148,9 @@ def _obstacle(module: nn.Module) -> str:
     up_name = next((key for key in _UP_NAMES if key in stacks), None)
     if up_name is None or set(stacks) != {up_name, _DOWN_NAME}:
         return f"the parameters of three dimensions are {', '.join(sorted(stacks))}"
-    if len(stacks[up_name]) != len(stacks[_DOWN_NAME]):
+    if len(stacks[up_name]) < len(stacks[_DOWN_NAME]):
         return f"{up_name} is of {len(stacks[up_name])} experts and {_DOWN_NAME} of {len(stacks[_DOWN_NAME])}"
-    if not _takes_routing(module):
+    if is_called_with_routing and not _takes_routing(module):
         inputs = ", ".join(inspect.signature(module.forward).parameters)
         return f"it is called with ({inputs}) and not with (hidden_states, top_k_index, top_k_weights)"
     return ""
@@ -166,16 +177,17 @@ def _takes_routing(module: nn.Module) -> bool:
 
 def _experts_of(name: str, module: nn.Module, up_name: str) -> Experts:
     stacks = dict(module.named_parameters(recurse=False))
-    num_experts = len(stacks[up_name])
+    num_experts = len(stacks[_DOWN_NAME])
+    num_zero_experts = len(stacks[up_name]) - num_experts
     known = {up_name, _DOWN_NAME, f"{up_name}_bias", f"{_DOWN_NAME}_bias"}
     for key, parameter in module.named_parameters():
-        if key not in known or len(parameter) != num_experts:
+        if key not in known or len(parameter) != num_experts + (num_zero_experts if key == up_name else 0):
             raise ValueError(
                 f"{name}.{key} of shape {tuple(parameter.shape)} cannot be distributed with the {num_experts} experts "
                 f"of its module: only weights and biases of the projections can"
             )
     is_transposed = _is_transposed(name, module, stacks[up_name], stacks[_DOWN_NAME])
-    return Experts(name, module, num_experts, up_name, is_transposed)
+    return Experts(name, module, num_experts, up_name, is_transposed, num_zero_experts=num_zero_experts)
 
 
 def _is_transposed(name: str, module: nn.Module, up: nn.Parameter, down: nn.Parameter) -> bool:

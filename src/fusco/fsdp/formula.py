@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusco.fsdp.experts import Experts
+from fusco.fsdp.scaled_inputs import ScaledInputs
 
-_Made = dict[tuple[int, torch.Size, torch.device], torch.Tensor]
+_Made = dict[tuple[int, torch.Size, torch.device, bool], torch.Tensor]
 
 # Of rows: activations are linear for small inputs, and clamps (7 and 10 in models of 2026) act on large ones.
 _SCALES = (0.1, 1.0, 10.0, 100.0)
@@ -38,9 +39,9 @@ def check_formulas(found: Sequence[Experts]) -> None:
     module whose buffers are on the meta device cannot run: it is not compared, and a warning says so.
     """
     made: _Made = {}
-    kind_to_experts = {_kind(experts.module): experts for experts in reversed(found)}
+    kind_to_experts = {_kind(experts.scaling_block or experts.module): experts for experts in reversed(found)}
     for experts in reversed(kind_to_experts.values()):
-        module = experts.module
+        module = experts.scaling_block or experts.module
         # Without the experts implementation of transformers.
         forward = module.forward if "forward" in vars(module) else _class_forward(module)
         _check(replace(experts, adapters=[]), forward, made)
@@ -78,7 +79,11 @@ def _check(experts: Experts, forward: Callable[..., Any], made: _Made) -> None:
             stacklevel=5,
         )
         return
-    with _on_trial(experts.module, made) as device:
+    with ExitStack() as trials:
+        device = trials.enter_context(_on_trial(experts.module, made))
+        for module in experts.scaling_block.modules() if experts.scaling_block else ():
+            if module is not experts.module:
+                trials.enter_context(_on_trial(module, made))
         _check_formula(experts, forward, device)
 
 
@@ -101,8 +106,11 @@ def _check_formula(experts: Experts, forward: Callable[..., Any], device: torch.
     who = f"{experts.name} ({class_name})" if experts.name else class_name
     x, top_k_index, top_k_weights = _make_inputs(experts, device)
     try:
-        original = forward(x, top_k_index, top_k_weights)
-        replaced = _replacement(experts, x, top_k_index, top_k_weights)
+        if experts.scaling_block is None:
+            original = forward(x, top_k_index, top_k_weights)
+            replaced = _replacement(experts, x, top_k_index, top_k_weights)
+        else:
+            original, replaced = forward(x)[0], _replacement_of_block(experts, x)
     except Exception as error:
         raise ValueError(
             f"{who} cannot be compared with what fusco would replace it by: on random rows in float32 on {device} it "
@@ -136,9 +144,10 @@ def _make_inputs(experts: Experts, device: torch.device) -> tuple[torch.Tensor, 
     scales = torch.tensor(_SCALES, dtype=torch.float32, device="cpu")
     x = _randn((len(scales), up_shape[1 if experts.is_transposed else 2]), generator) * scales[:, None]
     # A rank's part may be fewer experts than a token has; then tokens have an expert several times.
-    scores = _randn((len(scales), max(experts.num_experts, num_topk)), generator)
+    num_experts = experts.num_experts + experts.num_zero_experts
+    scores = _randn((len(scales), max(num_experts, num_topk)), generator)
     chosen, top_k_index = scores.topk(num_topk)
-    return x.to(device), (top_k_index % experts.num_experts).to(device), (0.2 + 0.6 * chosen.sigmoid()).to(device)
+    return x.to(device), (top_k_index % num_experts).to(device), (0.2 + 0.6 * chosen.sigmoid()).to(device)
 
 
 def _num_topk(module: nn.Module) -> int:
@@ -164,9 +173,25 @@ def _replacement(
     token_of_row = order // top_k_index.shape[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that float32 has no grouped GEMM on GPUs
-        y = experts.run(x[token_of_row], expert_of_pair.bincount(minlength=experts.num_experts))
+        num_all = experts.num_experts + experts.num_zero_experts
+        y = experts.run(x[token_of_row], expert_of_pair.bincount(minlength=num_all)[: experts.num_experts])
+        is_zero = expert_of_pair[order, None] >= experts.num_experts
+        y = torch.where(is_zero, x[token_of_row], y)
     weighted = y * top_k_weights.flatten()[order, None]
     return torch.zeros_like(x).index_add_(0, token_of_row, weighted)
+
+
+def _replacement_of_block(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """Compute what ``ScaledInputs`` computes, on one rank."""
+    kept = vars(experts.module).get("forward")
+    experts.module.forward = partial(_replacement, experts)
+    try:
+        out, _ = ScaledInputs(experts.scaling_block)(x)
+    finally:
+        del experts.module.forward
+        if kept:
+            experts.module.forward = kept
+    return out
 
 
 def _difference(replaced: torch.Tensor, original: torch.Tensor) -> float:
@@ -196,9 +221,10 @@ def _on_trial(module: nn.Module, made: _Made) -> Iterator[torch.device]:
             for seed, (name, parameter) in enumerate(kept.items()):
                 if parameter is not None:
                     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                    key = (seed, local.shape, device)
+                    is_matrix = local.ndim > 1 and not name.endswith("bias")
+                    key = (seed, local.shape, device, is_matrix)
                     if key not in made:
-                        made[key] = _make_values(local.shape, seed, device)
+                        made[key] = _make_values(local.shape, seed, device, is_matrix=is_matrix)
                     parameters[name] = nn.Parameter(made[key], requires_grad=False)
             for each in training:
                 each.training = True  # dropout is part of the formula
@@ -214,14 +240,14 @@ def _device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
-def _make_values(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
+def _make_values(shape: torch.Size, seed: int, device: torch.device, *, is_matrix: bool) -> torch.Tensor:
     """Return random float32 values, different for each expert: overlapping windows of the same numbers."""
     size = shape[1:].numel()
     generator = torch.Generator("cpu").manual_seed(seed)
     numbers = _randn((size + _SHIFT * shape[0],), generator)
-    if len(shape) == 3:
-        numbers *= (shape[1] * shape[2]) ** -0.25  # keeps values near 1
-    strides = (shape[2], 1) if len(shape) == 3 else (1,)
+    if is_matrix:
+        numbers *= (shape[-2] * shape[-1]) ** -0.25  # keeps values near 1
+    strides = torch.empty(shape[1:], device="meta").stride()
     return numbers.to(device).as_strided(shape, (_SHIFT, *strides))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from fusco.fsdp.adapters import adapter_names, is_adapted
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE
 from fusco.fsdp.shards import whole_values
+from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 Weights = dict[str, Any]
 
@@ -35,12 +36,15 @@ def gathered_parts(model: nn.Module, max_bytes: int) -> Iterator[Weights]:
     names = adapter_names(model, state) if is_adapted(model) else set(state)
     grouped = _grouped({name: each for name, each in state.items() if name in names}, max_bytes)
     owners = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+    num_cut = cut_rows(model)
     for group in grouped:
         part: Weights = {}
         first: dict[int, str] = {}  # the name of a tied parameter, which is gathered and written once
         for name in group:
             tied = first.setdefault(owners.get(name, -len(first)), name)
             values = _gathered(state[name]) if tied == name else part.get(tied)
+            if isinstance(values, torch.Tensor) and name in num_cut:
+                values = with_zeros(values, num_cut[name])
             if dist.get_rank() == 0:
                 part[name] = values
         yield part

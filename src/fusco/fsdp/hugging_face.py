@@ -21,6 +21,7 @@ from fusco.fsdp.adapters import base_model, base_names, is_adapted
 from fusco.fsdp.gathered_parts import gathered_parts, write_parts
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
 from fusco.fsdp.shards import Part, local_part, local_values
+from fusco.fsdp.zero_experts import cut_rows
 
 
 @torch.no_grad()
@@ -51,10 +52,10 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
     for name, base_name in base_names(model, state).items():
         if targets.setdefault(base_name, state[name]) is not state[name]:
             copies.setdefault(base_name, []).append(state[name])
-    missing, base = set(targets), base_model(model)
+    missing, base, num_cut = set(targets), base_model(model), cut_rows(model)
     with _Files(Path(path)) as files, original_classes(model):
         for source in _sources(base, files.keys(), targets):
-            for name, values in source.read(files, base, targets).items():
+            for name, values in source.read(files, base, targets, num_cut.get(source.name, 0)).items():
                 for target in (targets[name], *copies.get(name, ())):
                     local_values(target).copy_(values)
                 missing.discard(name)
@@ -189,21 +190,31 @@ class _Source:
         first, *_ = patterns = self.converter.target_patterns
         return {self.name.replace(first, each) for each in patterns}
 
-    def read(self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of everything made from this source."""
+    def read(
+        self, files: _Files, model: nn.Module, targets: dict[str, torch.Tensor], num_cut: int
+    ) -> dict[str, torch.Tensor]:
+        """Return this rank's part of everything made from this source, of whose rows the last ``num_cut`` are left out.
+
+        Files without these rows are read, too.
+        """
         target = targets[self.name]
         part = local_part(target)
         if self.converter is None:
             ((key,),) = self.pattern_to_keys.values()
-            _check_shape(self.name, target, files.shape(key))
+            num_rows, *rest = files.shape(key) or (0,)
+            shape = (num_rows - num_cut, *rest) if num_cut and num_rows != len(target) else files.shape(key)
+            _check_shape(self.name, target, shape)
             return {self.name: files.read(key, part)}
         # If files have a tensor per expert, only this rank's experts are read, and then stacked.
         first = self.converter.operations[0]
         stacks_experts = type(first).__name__ == "MergeModulelist" and first.dim == 0
-        has_expert_tensors = stacks_experts and all(len(keys) == len(target) for keys in self.pattern_to_keys.values())
+        pattern_to_keys = {
+            pattern: keys[: len(target)] if num_cut else keys for pattern, keys in self.pattern_to_keys.items()
+        }
+        has_expert_tensors = stacks_experts and all(len(keys) == len(target) for keys in pattern_to_keys.values())
         if has_expert_tensors and part[0].start == part[0].stop:
             return {self.name: local_values(target)}  # this rank has none
-        for pattern, keys in self.pattern_to_keys.items():
+        for pattern, keys in pattern_to_keys.items():
             for key in keys[part[0]] if has_expert_tensors else keys:
                 self.converter.add_tensor(self.name, key, pattern, files.read(key))
         name_to_part = {}

@@ -35,6 +35,20 @@ class ExpertParallelLayer:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, (num_tokens, hidden), as the original module does."""
+        if self.experts.num_zero_experts:
+            return self._with_zero_experts(hidden_states, top_k_index, top_k_weights)
+        return self._run(hidden_states, top_k_index, top_k_weights)
+
+    def _with_zero_experts(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Add a token's own row for each of its zero experts, which no dispatch sees."""
+        is_zero = top_k_index >= self.experts.num_experts
+        out = self._run(hidden_states, top_k_index.masked_fill(is_zero, -1), top_k_weights)
+        share = top_k_weights.masked_fill(~is_zero, 0).sum(1, keepdim=True)
+        return out + (hidden_states * share).to(out.dtype)
+
+    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
         num_experts = self.experts.num_experts

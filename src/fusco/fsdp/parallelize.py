@@ -19,6 +19,7 @@ from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.optimizer_checks import refuse_unsharded_optimizers
+from fusco.fsdp.scaled_inputs import ScaledInputs
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
 from fusco.placement.batch import Balance
 
@@ -84,6 +85,8 @@ def parallelize(
         experts.module.forward = ExpertParallelLayer(experts, dispatcher, balance)
         for adapter in experts.adapters:
             adapter.layer.forward = adapter
+        if experts.scaling_block:
+            experts.scaling_block.forward = ScaledInputs(experts.scaling_block)
     units, name = find_units(model, found), type(model).__name__
     shard_dense(model, units, mesh, settled)
     prepare_adapters(model, name)
@@ -123,8 +126,8 @@ def _check_model(model: nn.Module, mesh: EPMesh, sharding: Sharding) -> list[Exp
 def _check_shape(experts: Experts, mesh: EPMesh, expert_dim: int) -> None:
     for key, parameter in experts.module.named_parameters():
         where = f"{experts.name}.{key} of shape {tuple(parameter.shape)}"
-        if len(parameter) % mesh.ep_size:
-            raise ValueError(f"{where}: ep_size={mesh.ep_size} does not divide its {len(parameter)} experts")
+        if experts.num_experts % mesh.ep_size:
+            raise ValueError(f"{where}: ep_size={mesh.ep_size} does not divide its {experts.num_experts} experts")
         # FSDP2 pads dimension 0 only.
         if expert_dim == 1 and parameter.shape[1] % mesh.efsdp_size:
             raise ValueError(
@@ -138,7 +141,7 @@ def _distribute(experts: Experts, mesh: EPMesh) -> Experts:
     for key, parameter in list(experts.module.named_parameters()):
         # Every rank slices its copy before the part moves to the device; nothing is sent.
         ep_mesh = mesh.expert["ep"]
-        mine = parameter.detach().chunk(mesh.ep_size)[ep_mesh.get_local_rank()]
+        mine = parameter.detach()[: experts.num_experts].chunk(mesh.ep_size)[ep_mesh.get_local_rank()]
         local = DTensor.from_local(mine, ep_mesh, [Shard(0)], run_check=False)
         experts.module.register_parameter(key, nn.Parameter(local, requires_grad=parameter.requires_grad))
     num_local = experts.num_experts // mesh.ep_size

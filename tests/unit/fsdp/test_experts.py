@@ -150,7 +150,7 @@ def test_all_that_looks_like_experts_is_named_with_the_reason_each_kind_once():
                 "conv": nn.Conv1d(4, 4, 3),
                 "experts": nn.ModuleList([nn.Linear(3, 3) for _ in range(4)]),
                 "flat": nn.ModuleDict({"mlp": FlatExperts()}),
-                "unequal": Stack(gate_up_proj=(3, 8, 3), down_proj=(2, 3, 4)),
+                "unequal": Stack(gate_up_proj=(2, 8, 3), down_proj=(3, 3, 4)),
             }
         )
         for _ in range(3)
@@ -163,8 +163,8 @@ def test_all_that_looks_like_experts_is_named_with_the_reason_each_kind_once():
     assert seen.split("; ") == [
         "0.experts and 2 more (ModuleList of 4 Linear) has no direct parameters: each expert is a module by itself",
         f"0.flat.mlp and 2 more (FlatExperts) has w1 (8, 3), v1 (8, 3), w2 (8, 3): {no_stacks}",
-        "0.unequal and 2 more (Stack) has gate_up_proj (3, 8, 3), down_proj (2, 3, 4): gate_up_proj is of 3 experts "
-        "and down_proj of 2",
+        "0.unequal and 2 more (Stack) has gate_up_proj (2, 8, 3), down_proj (3, 3, 4): gate_up_proj is of 2 experts "
+        "and down_proj of 3",
     ]
 
 

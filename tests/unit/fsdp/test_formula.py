@@ -284,3 +284,73 @@ def test_dispatch_modes_do_not_see_a_check():
         assert looking.calls == 0
         torch.ones(1)
         assert looking.calls == 1
+
+
+class ScaledExperts(Experts):
+    """As those of Llama 4: called with every token for each expert, scaled."""
+
+    def forward(self, hidden_states):
+        rows = hidden_states.view(len(self.gate_up_proj), -1, hidden_states.shape[1])
+        gate, up = (rows @ self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        return (self.gate(gate, up) @ self.down_proj.transpose(1, 2)).flatten(0, 1)
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x)
+        top, chosen = logits.topk(2, dim=1)
+        return torch.full_like(logits, -torch.inf).scatter(1, chosen, top).sigmoid(), logits
+
+
+class ScalingBlock(nn.Module):
+    """As that of Llama 4."""
+
+    def __init__(self, share=1.0):
+        super().__init__()
+        self.experts, self.router, self.shared_expert = ScaledExperts(), Router(12, 6), nn.Linear(12, 12)
+        self.top_k, self.share = 2, share
+
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, 12)
+        scores, logits = self.router(x)
+        routed = self.experts((x * scores.T[..., None]).flatten(0, 1))
+        return self.shared_expert(x) + self.share * routed.view(6, -1, 12).sum(0), logits
+
+
+def test_a_block_that_scales_inputs_is_compared_as_a_whole():
+    model = nn.ModuleList([ScalingBlock()])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (experts,) = find_experts(model)
+    assert experts.scaling_block is model[0]
+    check_formulas([experts])
+    assert "forward" not in vars(experts.module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"0.experts \(ScaledExperts\) computes something else"):
+        check_formulas(find_experts(nn.ModuleList([ScalingBlock(share=0.9)])))
+    with pytest.raises(ValueError, match=r"is called with \(hidden_states\) and not with"):
+        find_experts(ScaledExperts())  # alone
+
+
+class WithZeroExperts(Experts):
+    """As LongCat-Flash: the last two ids are of experts without weights, which return their rows times ``share``."""
+
+    def __init__(self, share=1.0):
+        super().__init__()
+        self.share, rows = share, self.gate_up_proj
+        self.gate_up_proj = nn.Parameter(torch.cat([rows.detach(), rows[:2].detach()]))
+        self.top_k = 5  # of 8, so that every row has some of both
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        num_experts, is_zero = len(self.down_proj), top_k_index >= len(self.down_proj)
+        rest = Experts(num_experts)
+        rest.gate_up_proj, rest.down_proj = nn.Parameter(self.gate_up_proj[:num_experts]), self.down_proj
+        out = rest(hidden_states, top_k_index, top_k_weights)
+        return out + self.share * hidden_states * (top_k_weights * is_zero).sum(1, keepdim=True)
+
+
+def test_zero_experts_return_their_rows():
+    (experts,) = find_experts(WithZeroExperts())
+    assert (experts.num_experts, experts.num_zero_experts) == (6, 2)
+    check_formulas([experts])
+    with pytest.raises(ValueError, match="computes something else"):
+        check_formulas(find_experts(WithZeroExperts(share=0.5)))

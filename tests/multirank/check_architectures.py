@@ -1,0 +1,138 @@
+"""``python -m check_architectures``: gradients of every architecture on four ranks, and the table of the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fsdp_architecture_jobs import LIMIT, compare, is_within_limit
+from fsdp_architectures import EXCEPTIONS, find_kinds
+from fsdp_runs import import_models
+from limited_world import LimitedWorld
+from rich.console import Console
+from rich.table import Table
+
+from fusco.ranks.local_world import PRELOADED
+
+_DOCS = Path(__file__).parents[2] / "docs"
+RECORDS, PAGE = _DOCS / "data" / "architectures.jsonl", _DOCS / "training" / "architectures.md"
+_LIMIT_S = 300.0  # for an architecture: the first one compiles kernels
+
+Record = dict[str, Any]
+
+
+def main() -> int:
+    """Check the architectures named, or all; the exit code is 1 if one is wrong."""
+    options = _options()
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    kind_to_record = {record["kind"]: record for record in read_records() if record["kind"] in find_kinds()}
+    for number, (kind, record) in enumerate(_check(options.only), 1):
+        kind_to_record[kind] = record
+        console.print(f"{number:2} of {len(options.only)}  {kind}: {_describe(record)}")
+        if "failure" not in record:
+            _write(kind_to_record)
+    table = Table("architecture", "class", "dtype", "noise", *_ways(kind_to_record.values()), "result")
+    for kind in options.only:
+        table.add_row(kind, *_cells(kind_to_record[kind], table))
+    console.print(table)
+    wrong = [kind for kind in options.only if not is_right(kind_to_record[kind])]
+    console.print(
+        f"{len(options.only) - len(wrong)} of {len(options.only)} as expected; wrong: {', '.join(wrong) or 'none'}"
+    )
+    return bool(wrong)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="check_architectures", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=find_kinds(), choices=find_kinds(), metavar="KIND")
+    return parser.parse_args()
+
+
+def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # of the ranks
+    PRELOADED.extend(["fsdp_architecture_jobs"])
+    world = LimitedWorld(4, import_models, _LIMIT_S)
+    for kind in kinds:
+        began = time.monotonic()
+        try:
+            compared, *_ = world.run(compare, kind)
+            record = {"class": compared.root, "dtype": compared.dtype, "noise": _rounded(compared.noise)}
+            record["differences"] = {way: _rounded(each) for way, each in compared.differences.items()}
+        except Exception as error:  # noqa: BLE001  any error is a finding
+            record = {"refused": EXCEPTIONS[kind]} if kind in EXCEPTIONS else {"failure": str(error)[-2000:]}
+        yield kind, {"kind": kind, **record, "seconds": round(time.monotonic() - began, 1)}
+    world.close()
+
+
+def read_records() -> list[Record]:
+    """Return the results of the last runs."""
+    return [json.loads(line) for line in RECORDS.read_text().splitlines()[1:]] if RECORDS.exists() else []
+
+
+def _write(kind_to_record: dict[str, Record]) -> None:
+    head = {"source": "make test-architectures", "date": time.strftime("%Y-%m-%d")}
+    head |= {"transformers": transformers.__version__, "torch": torch.__version__}
+    records = [kind_to_record[kind] for kind in sorted(kind_to_record)]
+    RECORDS.write_text("".join(f"{json.dumps(each)}\n" for each in (head, *records)))
+    PAGE.write_text(re.sub(r"(^\|.*\n)+", lambda _: render(records), PAGE.read_text(), count=1, flags=re.MULTILINE))
+
+
+def is_right(record: Record) -> bool:
+    """Return whether a result is what the page says: within the limit, or an exception."""
+    if "differences" not in record:
+        return record.get("refused") == EXCEPTIONS.get(record["kind"], "")
+    return is_within_limit(record["differences"], record["noise"])
+
+
+def render(records: Iterable[Record]) -> str:
+    """Return the table of the page."""
+    rows: dict[str, list[str]] = {}
+    for record in records:
+        rows.setdefault(_outcome(record), []).append(record["kind"])
+    ordered = sorted(rows.items(), key=lambda row: (row[0].startswith("no"), -len(row[1])))
+    lines = [f"| {outcome} | {len(kinds)} | {', '.join(kinds)} |" for outcome, kinds in ordered]
+    return "\n".join(["| trains | number | kinds |", "| --- | --- | --- |", *lines, ""])
+
+
+def _outcome(record: Record) -> str:
+    if "differences" not in record:
+        return f"no: {record['refused']}"
+    worst = max(record["differences"].values())
+    return f"yes, in {record['dtype']} within {'5e-6' if worst <= LIMIT else 'twice its noise'}"
+
+
+def _ways(records: Iterable[Record]) -> list[str]:
+    return list(next((record["differences"] for record in records if "differences" in record), {}))
+
+
+def _cells(record: Record, table: Table) -> list[str]:
+    result = "right" if is_right(record) else "WRONG"
+    if "differences" not in record:
+        return ["", "", "", *[""] * (len(table.columns) - 5), f"{result}, {_describe(record).splitlines()[-1]}"]
+    figures = [record["noise"], *record["differences"].values()]
+    return [record["class"], record["dtype"], *(f"{each:.1e}" for each in figures), result]
+
+
+def _describe(record: Record) -> str:
+    if "differences" not in record:
+        return f"FAILED: {record['failure']}" if "failure" in record else f"exception: {record['refused']}"
+    worst = max(record["differences"].values())
+    noise = f"one process with its batch in parts {record['noise']:.1e}"
+    return f"{'right' if is_right(record) else 'WRONG'}, {record['dtype']}, {worst:.1e}, {noise}, {record['seconds']} s"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
