@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import resource
 import signal
@@ -27,6 +29,7 @@ from fusco.fsdp.checkpoint_writer import CheckpointWriter
 from fusco.fsdp.hugging_face import _Files, _Source
 
 _SEQUENCES = (2, 2, 2, 2)
+_MMAP_THRESHOLD = -3  # of mallopt
 
 
 @dataclass(frozen=True)
@@ -195,18 +198,37 @@ def export(_: dist.ProcessGroup, run: Run, path: Path) -> dict[str, torch.Tensor
         return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
 
 
-def parts_of_export(_: dist.ProcessGroup, run: Run, path: Path, max_file_bytes: int) -> list[int]:
-    """Write for transformers; return the bytes of weights that are gathered at a time."""
+def export_files(_: dist.ProcessGroup, run: Run, path: Path, max_file_bytes: int) -> None:
+    """Write for transformers."""
     with _trainer(run) as (model, _):
-        save_pretrained, sizes = model.save_pretrained, []
-
-        def save(path: Path, state_dict: dict[str, torch.Tensor], **options: Any) -> None:
-            sizes.append(sum(tensor.nbytes for tensor in state_dict.values()))
-            save_pretrained(path, state_dict=state_dict, **options)
-
-        model.save_pretrained = save
         fsdp.save_hugging_face(path, model, max_file_bytes=max_file_bytes)
-        return sizes
+
+
+def memory_of_export(_: dist.ProcessGroup, path: Path) -> tuple[int, int, int]:
+    """Return the bytes of a rank's shards and of a whole layer, and by how much an export raises resident memory."""
+    assert ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed is given back
+    mesh = mesh_of(2, 1)
+    fsdp.save_hugging_face(path / "imports", _parallelized(mesh))
+    sizes = {"hidden_size": 512, "num_hidden_layers": 6, "num_experts": 16, "moe_intermediate_size": 256}
+    model = _parallelized(mesh, **sizes)
+    share = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = _resident_bytes("VmRSS")
+    fsdp.save_hugging_face(path / "model", model)
+    return share, layer, _resident_bytes("VmHWM") - before
+
+
+def _parallelized(mesh: fsdp.EPMesh, **sizes: int) -> nn.Module:
+    model = make_model("qwen3", **sizes)
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
+    return model
+
+
+def _resident_bytes(which: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{which}:"))
 
 
 @contextlib.contextmanager

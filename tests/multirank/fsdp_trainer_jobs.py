@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from fsdp_models import SEQUENCE, make_batch, make_model
+from fsdp_models import SEQUENCE, Batch, loss_sum, make_batch, make_model, num_targets, step_alone, together
 from fsdp_runs import LIMIT_S, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -170,6 +170,33 @@ def run_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> lis
         for snippet in snippets:
             exec(snippet, scope)
     return scope["trainer"].state.log_history
+
+
+def difference_of_lightning(_: dist.ProcessGroup, snippet: str) -> float:
+    """Run the snippet of the page for three steps; return by how much weights differ from those of one process."""
+    nums, steps = (2, 1, 3, 1), range(3)
+    batches = [make_batch(dist.get_rank(), nums[dist.get_rank()], step) for step in steps]
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    mesh, model, alone = mesh_of(2, 1), make_model("qwen3"), make_model("qwen3")
+    with fsdp.FuscoDispatcher(mesh.ep_group, max(nums) * SEQUENCE, settings=_SETTINGS) as dispatcher, as_launched():
+        scope = {"fsdp": fsdp, "torch": torch, "lightning": importlib.import_module("lightning"), "mesh": mesh}
+        scope |= {"model": model, "dispatcher": dispatcher, "num_ranks": dist.get_world_size()}
+        scope |= {"loss_sum": lambda model, batch: loss_sum(model, Batch(*batch))}
+        scope |= {"num_targets": lambda batch: num_targets(Batch(*batch))}
+        scope |= {"options": {**options, "accelerator": "cpu", "use_distributed_sampler": False}}
+        scope |= {
+            "batches": torch.utils.data.DataLoader([(each.ids, each.labels) for each in batches], batch_size=None)
+        }
+        with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}):
+            exec(snippet, scope)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for index in steps:
+        step_alone(alone, together(nums, index))
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(float((_whole(ours) - theirs.detach()).abs().max()) for ours, theirs in pairs)
 
 
 def write_tokenizer(path: Path) -> None:

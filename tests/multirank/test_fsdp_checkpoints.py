@@ -14,7 +14,7 @@ import transformers
 from fsdp_models import make_model
 from fsdp_runs import Run
 
-from fusco.ranks.local_world import RankFailedError
+from fusco.ranks.local_world import LocalWorld, RankFailedError
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
@@ -78,20 +78,30 @@ def test_what_is_exported_reloads(four, tmp_path, kind):
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_an_export_gathers_whole_blocks_up_to_a_size(four, tmp_path):
+def test_files_of_an_export_have_a_size(four, tmp_path):
     model = make_model("mixtral")
-    block = sum(tensor.nbytes for tensor in model.model.layers[0].state_dict().values())
-    rest = sum(tensor.nbytes for tensor in model.state_dict().values()) - 2 * block
-    wanted = {1: [rest, block, block], rest + block: [rest + block, block], 3 * block + rest: [rest + 2 * block]}
-    for limit, sizes in wanted.items():
+    for limit in (1, 25000, 1 << 20):
         path = tmp_path / str(limit)
-        assert four.run(jobs.parts_of_export, Run(kind="mixtral"), path, limit) == [sizes, [], [], []]
-        names = {f"model-{i:05d}-of-{len(sizes):05d}.safetensors" for i in range(1, len(sizes) + 1)}
-        names = names | {"model.safetensors.index.json"} if len(sizes) > 1 else {"model.safetensors"}
-        assert {file.name for file in path.iterdir()} == names | {"config.json", "generation_config.json"}
+        four.run(jobs.export_files, Run(kind="mixtral"), path, limit)
+        files = sorted(path.glob("*.safetensors"))
+        assert len(files) == {1: 7, 25000: 3, 1 << 20: 1}[limit]
+        assert sum(file.stat().st_size for file in files) > sum(each.nbytes for each in model.state_dict().values())
+        assert limit == 1 or all(file.stat().st_size <= limit for file in files)
+        index = {"model.safetensors.index.json"} if len(files) > 1 else set()
+        assert {file.name for file in path.iterdir()} == index | {each.name for each in files} | {
+            "config.json",
+            "generation_config.json",
+        }
         again = transformers.AutoModelForCausalLM.from_pretrained(path)
         for name, tensor in model.state_dict().items():
             assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_an_export_takes_half_a_share_and_a_layer_of_memory(tmp_path):
+    """Rank 0 took ten layers; in processes of their own, since others have room left from what ran before."""
+    with LocalWorld(4) as world:
+        for share, layer, used in world.run(jobs.memory_of_export, 4, tmp_path):
+            assert used < share / 2 + layer
 
 
 def test_a_model_loads_without_an_optimizer(four, tmp_path):

@@ -46,10 +46,19 @@ def test_the_snippets_of_trainer_run(two, tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23")
     import fsdp_trainer_jobs as trainer_jobs  # noqa: PLC0415  needs accelerate
 
-    snippets = snippets_of("trainer.md")
+    *snippets, _ = snippets_of("trainer.md")
     assert len(snippets) == 2
     make_model("qwen3").save_pretrained(tmp_path / "base")
     for history in two.run(trainer_jobs.run_snippets, snippets, tmp_path):
         assert [each["step"] for each in history if "loss" in each] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "run" / "latest").read_text() == "step-00000006\n"
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_the_snippet_of_lightning_is_exact(four):
+    pytest.importorskip("accelerate", reason="the jobs of Trainer need accelerate")
+    pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
+    import fsdp_trainer_jobs as trainer_jobs  # noqa: PLC0415  needs accelerate
+
+    *_, snippet = snippets_of("trainer.md")
+    assert max(four.run(trainer_jobs.difference_of_lightning, snippet)) < 1e-5  # three steps of AdamW move weights by 3e-2

@@ -1,11 +1,14 @@
-"""The weights of a sharded model, gathered on rank 0 a few blocks at a time, and written as files of the hub."""
+"""The weights of a sharded model, gathered on rank 0 a few at a time, and written as files of the hub."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,103 +19,209 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fusco.fsdp.adapters import adapter_names, is_adapted
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE
-from fusco.fsdp.shards import whole_values
+from fusco.fsdp.shards import Part, local_part, local_values
 from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 Weights = dict[str, Any]
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
+_BYTES_AT_ONCE = 4 << 20  # that rank 0 receives from all ranks together, or copies from file to file
 
 
-def gathered_parts(model: nn.Module, max_bytes: int) -> Iterator[Weights]:
-    """Yield a model's weights on rank 0, and as many empty parts on the others; every step is a collective.
+def plan_parts(model: nn.Module) -> list[list[str]]:
+    """Return the names of weights in each part that is gathered and written at once; equal on all ranks.
 
-    Weights outside of blocks come first, together, then blocks, whole, as many as ``max_bytes`` allows, at least one:
-    transformers converts the names and layouts of a block together. Of a model with adapters come these, what they
-    train, and what is outside of blocks. In addition to its shards, rank 0 has a part, and every rank one weight at a
-    time, with the copies that PyTorch makes to gather it.
+    A part has at most the bytes of the model's largest weight. But tied weights stay together, and so does a block, or
+    all that is outside of blocks, if transformers converts it into other weights as a whole than in parts. Of a model
+    with adapters there are these, what they train, and what is outside of blocks.
     """
     state: Mapping[str, Any] = get_model_state_dict(model)
-    names = adapter_names(model, state) if is_adapted(model) else set(state)
-    grouped = _grouped({name: each for name, each in state.items() if name in names}, max_bytes)
+    chosen = adapter_names(model, state) if is_adapted(model) else set(state)
     owners = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+    limit = max(map(_num_bytes, state.values()), default=0)
+    blocks: dict[str, dict[object, list[str]]] = {"": {}}  # tied names by their owner, by block
+    for name in filter(chosen.__contains__, state):
+        found = _BLOCK.match(name)
+        blocks.setdefault(found[1] if found else "", {}).setdefault(owners.get(name, name), []).append(name)
+    planned: list[list[str]] = []
+    for owned in blocks.values():
+        parts: list[list[str]] = []
+        size = 0
+        for names in owned.values():
+            added = _num_bytes(state[names[0]])
+            if not parts or size + added > limit:
+                parts.append([])
+                size = 0
+            parts[-1] += names
+            size += added
+        if len(parts) > 1 and not is_adapted(model) and not _converts_in_parts(model, state, parts):
+            parts = [[name for part in parts for name in part]]
+        planned += parts
+    return planned
+
+
+def gathered_parts(model: nn.Module, planned: Sequence[Sequence[str]]) -> Iterator[Weights]:
+    """Yield each planned part on rank 0, and as many empty ones on the others; every step is a collective.
+
+    In addition to its shards, rank 0 has a part and, while it is gathered, a few rows of each rank.
+    """
+    state: Mapping[str, Any] = get_model_state_dict(model)
+    owners = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
+    slices = {name: local_part(each) for name, each in state.items() if isinstance(each, torch.Tensor)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, slices)
     num_cut = cut_rows(model)
-    for group in grouped:
+    for names in planned:
         part: Weights = {}
-        first: dict[int, str] = {}  # the name of a tied parameter, which is gathered and written once
-        for name in group:
-            tied = first.setdefault(owners.get(name, -len(first)), name)
-            values = _gathered(state[name]) if tied == name else part.get(tied)
-            if isinstance(values, torch.Tensor) and name in num_cut:
-                values = with_zeros(values, num_cut[name])
-            if dist.get_rank() == 0:
-                part[name] = values
-        yield part
+        first: dict[object, str] = {}  # the name of a tied parameter, which is gathered and written once
+        for name in names:
+            tied = first.setdefault(owners.get(name, name), name)
+            if tied != name:
+                part[name] = part[tied]
+            elif isinstance(state[name], torch.Tensor):
+                values = _gathered(state[name].detach(), [of_rank[name] for of_rank in of_ranks])
+                is_cut = name in num_cut and values is not None
+                part[name] = with_zeros(values, num_cut[name]) if is_cut else values
+            else:
+                part[name] = state[name]
+        yield part if dist.get_rank() == 0 else {}
 
 
-def write_parts(folder: Path, model: Any, parts: Iterable[Weights]) -> None:
-    """Write parts of a model's weights into an empty folder, each into a file, and what else transformers writes."""
+def write_parts(folder: Path, model: Any, parts: Iterable[Weights], max_file_bytes: int) -> None:
+    """Write parts of a model's weights into files of an empty folder, and what else transformers writes.
+
+    A part is emptied when it is written, so that its memory is free before the next one comes.
+    """
     inside = folder / "part"
-    written: list[Path] = []
-    key_to_file: dict[str, Path] = {}
-    num_bytes = 0
+    files: list[list[Path]] = []  # of a part each, to be joined
+    size = 0
     for part in parts:
-        model.save_pretrained(inside, state_dict=part, max_shard_size=1 << 62)
-        if (inside / SINGLE).exists():
-            file = (inside / SINGLE).rename(folder / f"{len(written)}.safetensors")
-            keys, size = _contents(file)
-            written.append(file)
-            key_to_file |= dict.fromkeys(keys, file)
-            num_bytes += size
+        with _without_progress():
+            model.save_pretrained(inside, state_dict=part, max_shard_size=1 << 62)
+        part.clear()
+        if not (inside / SINGLE).exists():
+            continue
+        if not files or size + (inside / SINGLE).stat().st_size > max_file_bytes:
+            files.append([])
+            size = 0
+        size += (inside / SINGLE).stat().st_size
+        files[-1].append((inside / SINGLE).rename(folder / f"{len(files)}-{len(files[-1])}.part"))
     for file in inside.iterdir():
         shutil.move(file, folder / file.name)
     inside.rmdir()
-    if len(written) == 1:
-        written[0].rename(folder / SINGLE)
-        return
-    names = {file: f"model-{number:05d}-of-{len(written):05d}.safetensors" for number, file in enumerate(written, 1)}
-    for file, name in names.items():
-        file.rename(folder / name)
-    index = {
-        "metadata": {"total_size": num_bytes},
-        "weight_map": {key: names[file] for key, file in key_to_file.items()},
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    total_size = 0
+    key_to_file: dict[str, str] = {}
+    for number, joined in enumerate(files, 1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        keys, num_bytes = _join(joined, folder / name)
+        key_to_file |= dict.fromkeys(keys, name)
+        total_size += num_bytes
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": key_to_file}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _grouped(state: Mapping[str, Any], max_bytes: int) -> list[list[str]]:
-    """Return the names of each part: those outside of blocks, then those of consecutive blocks."""
-    blocks: dict[str, list[str]] = {"": []}
-    for name in state:
-        found = _BLOCK.match(name)
-        blocks.setdefault(found[1] if found else "", []).append(name)
-    parts: list[list[str]] = []
-    size = 0
-    for names in blocks.values():
-        added = sum(_num_bytes(state[name]) for name in names)
-        if not parts or size + added > max_bytes:
-            parts.append([])
-            size = 0
-        parts[-1] += names
-        size += added
-    return [names for names in parts if names]
+def _converts_in_parts(model: nn.Module, state: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> bool:
+    """Return whether transformers makes the same weights of its files from parts as from all of them together."""
+    revert: Any = getattr(importlib.import_module("transformers.core_model_loading"), "revert_weight_conversion", None)
+
+    def shapes(names: Iterable[str]) -> dict[str, torch.Size]:
+        tensors = {name: torch.empty_like(local_values(state[name]), device="meta") for name in names}
+        whole = {name: each.new_empty(state[name].shape) for name, each in tensors.items()}
+        return {name: each.shape for name, each in revert(model, whole).items()}
+
+    try:
+        of_parts = [shapes(part) for part in parts]
+        together = shapes(name for part in parts for name in part)
+    except Exception:  # noqa: BLE001  a conversion that needs values, or more of the block than a part
+        return False
+    return (
+        sum(map(len, of_parts)) == len(together)
+        and {name: shape for of_part in of_parts for name, shape in of_part.items()} == together
+    )
 
 
 def _num_bytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def _gathered(value: Any) -> Any:
-    """Return the values of all ranks in main memory on rank 0, ``None`` on others; a collective."""
-    values = whole_values(value.detach()) if isinstance(value, torch.Tensor) else value
-    if dist.get_rank():
-        return None
-    return values.cpu() if isinstance(values, torch.Tensor) else values
+def _gathered(tensor: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
+    """Return the values of all ranks in main memory on rank 0, ``None`` on others; a collective.
+
+    ``parts`` are those of all ranks. Rank 0 receives a few rows of each at a time: PyTorch's own gathering (2.13) takes
+    up to four times the memory of the tensor, on every rank.
+    """
+    local, is_first = local_values(tensor), dist.get_rank() == 0
+    if all(each.stop - each.start == size for each, size in zip(parts[0], tensor.shape, strict=True)):
+        return local.cpu() if is_first else None
+    sizes = [[each.stop - each.start for each in part] for part in parts]
+    row = max(prod(size[1:]) for size in sizes)
+    num_rows = max(1, _BYTES_AT_ONCE // max(1, len(parts) * row * tensor.element_size()))
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if is_first else None
+    sent = torch.empty(num_rows * row, dtype=tensor.dtype, device=local.device)
+    received = [torch.empty_like(sent).view(torch.uint8) for _ in parts] if is_first else None
+    for first in range(0, max(size[0] for size in sizes), num_rows):
+        mine = local[first : first + num_rows].flatten()
+        sent[: len(mine)] = mine
+        dist.gather(sent.view(torch.uint8), received, dst=0)  # bytes, since gloo does not have all dtypes
+        if whole is None or received is None:
+            continue
+        for part, values in zip(parts, received, strict=True):
+            start = part[0].start + first
+            rows = (slice(start, max(start, min(start + num_rows, part[0].stop))), *part[1:])
+            target = whole[rows]
+            target.copy_(values.view(tensor.dtype)[: target.numel()].view(target.shape))
+    return whole
 
 
-def _contents(file: Path) -> tuple[list[str], int]:
-    """Return the names of tensors in a file of safetensors, and their bytes, from its header."""
-    with file.open("rb") as opened:
-        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    header.pop("__metadata__", None)
-    return list(header), max((each["data_offsets"][1] for each in header.values()), default=0)
+def _join(files: Sequence[Path], into: Path) -> tuple[list[str], int]:
+    """Write the tensors of files of safetensors into one, and remove these; return their names, and their bytes.
+
+    The format, with tensors of larger elements first, so that all are aligned:
+    https://github.com/huggingface/safetensors#format
+    """
+    found: list[tuple[int, Path, int, str, dict[str, Any]]] = []
+    metadata: dict[str, str] = {}
+    for file in files:
+        with file.open("rb") as opened:
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(start - 8))
+        metadata |= header.pop("__metadata__", {})
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            found.append(((begin - end) // max(1, prod(entry["shape"])), file, start + begin, name, entry))
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    num_bytes = 0
+    for _, _, _, name, entry in sorted(found, key=lambda each: each[:3]):
+        begin, end = entry["data_offsets"]
+        entries[name] = {**entry, "data_offsets": [num_bytes, num_bytes := num_bytes + end - begin]}
+    if len(files) == 1:
+        files[0].rename(into)
+        return list(entries)[1:], num_bytes
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    with into.open("xb") as joined:
+        joined.write(len(content).to_bytes(8, "little") + content)
+        for _, file, start, name, _ in sorted(found, key=lambda each: each[:3]):
+            begin, end = entries[name]["data_offsets"]
+            with file.open("rb") as opened:
+                opened.seek(start)
+                for first in range(begin, end, _BYTES_AT_ONCE):
+                    joined.write(opened.read(min(_BYTES_AT_ONCE, end - first)))
+    for file in files:
+        file.unlink()
+    return list(entries)[1:], num_bytes
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Hide the progress bar that transformers shows for each part."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

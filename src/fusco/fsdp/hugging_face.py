@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fusco.fsdp.adapters import base_model, base_names, is_adapted
-from fusco.fsdp.gathered_parts import gathered_parts, write_parts
+from fusco.fsdp.gathered_parts import gathered_parts, plan_parts, write_parts
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
 from fusco.fsdp.shards import Part, local_part, local_values
 from fusco.fsdp.zero_experts import cut_rows
@@ -66,17 +66,18 @@ def load_hugging_face(path: str | Path, model: nn.Module) -> None:
 def save_hugging_face(path: str | Path, model: nn.Module, *, max_file_bytes: int = 5 << 30) -> None:
     """Write a folder that ``from_pretrained`` reads; a collective of all ranks.
 
-    Rank 0 gathers and writes a file at a time, so that no rank ever has the whole model. It checks that transformers
-    would find every weight by its name in the files, and only then do they replace those of an earlier save in the
-    folder, whose other files stay. Of a model with adapters (peft), only these are gathered and written.
+    Rank 0 gathers and writes a few weights at a time, so that no rank ever has the whole model. It checks that
+    transformers would find every weight by its name in the files, and only then do they replace those of an earlier
+    save in the folder, whose other files stay. Of a model with adapters (peft), only these are gathered and written.
+
+    In addition to its shards, rank 0 needs twice the memory of the largest weight, which is a layer's stack of experts
+    as a rule: as gathered, and in the layout of the files. Other ranks need a few MiB.
 
     Args:
         path: the folder.
         model: a parallelized model of transformers, with or without adapters.
-        max_file_bytes: of weights in a file. A file has whole blocks (layers), one at least. A model that fits is in
-            one file, ``model.safetensors``, and another in several with an index. In addition to its shards, a rank
-            needs up to four times the memory of the largest weight, such as a layer's stack of experts, while it is
-            gathered, and rank 0 twice that of a file (measured on four CPU ranks with files of one block).
+        max_file_bytes: of a file, but for one with a single stack of experts. A model that fits is in one file,
+            ``model.safetensors``, and another in several with an index.
 
     Raises:
         TypeError: for another model.
@@ -92,7 +93,9 @@ def save_hugging_face(path: str | Path, model: nn.Module, *, max_file_bytes: int
             f"transformers has distributed this {original_class(type(model)).__name__} by its distributed_config and "
             f"writes it by itself: call model.save_pretrained(path) on all ranks"
         )
-    parts = gathered_parts(model, max_file_bytes)
+    with original_classes(model):
+        planned = plan_parts(model)
+    parts = gathered_parts(model, planned)
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -100,7 +103,7 @@ def save_hugging_face(path: str | Path, model: nn.Module, *, max_file_bytes: int
                 if is_adapted(model):  # adapters are written by peft, with names of its own
                     save_pretrained(beside, state_dict={name: each for part in parts for name, each in part.items()})
                 else:
-                    write_parts(beside, model, parts)
+                    write_parts(beside, model, parts, max_file_bytes)
                     _check_names(Path(path), beside, model)
         except Exception as error:  # noqa: BLE001  any error must reach the other ranks, which wait for it
             failure = error
