@@ -6,20 +6,24 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 
 from rich.console import Console
 from rich.table import Table
 
 from attack.kinds import Attacks
+from fusco.ranks.local_world import PRELOADED
 
 # Share of the time that each kind gets.
 _SHARES = {"random": 0.35, "soak": 0.15, "faults": 0.2, "clients": 0.05, "peers": 0.07, "addresses": 0.03}
-_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.15, "joiners": 0.05}
+_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.2}
 
 
 def main() -> int:
     """Run attacks; the exit code is 1 if one found a fault."""
     options = _options()
+    PRELOADED.extend(["compiled_kernels", "attack.serving"])
+    forkserver.set_forkserver_preload(PRELOADED)
     console = Console(highlight=False, soft_wrap=True, markup=False)  # errors have brackets
     attacks = Attacks(options.seed)
     spent, done = dict.fromkeys(options.only, 0.0), dict.fromkeys(options.only, 0)

@@ -5,125 +5,193 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from random import Random
 
-from elastic_jobs import JoinRequest, Served, join_and_serve, serve, wait_until_all_work
-
-from attack import on_ranks
-from attack.configuration import Configuration, draw
-from fusco.ranks.local_world import LocalWorld
+from attack.configuration import draw
+from attack.on_ranks import Holdings
+from attack.serving import End, Right, Service, serve
+from fusco.ranks.progress import new_store
 
 TIMEOUT_S = 4.0
 _WORLDS = ((3, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4))
-_NUM_ROUNDS = 4
-_LIMIT_S = 60.0
-_NEXT_STEP_S, _SLACK_S = 1.0, 1.5  # after a kill, and what a loaded machine adds
+_NUM_STRIKES = 12  # of a case, after each of which all ranks are there again
+_LIMIT_S = 120.0  # of what has no other limit
+_NEXT_STEP_S, _SLACK_S = 1.0, 1.5  # after a kill, and what a machine adds for each process that waits for a core
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
 def go_on(random: Random, *name: int | str) -> str:
-    """Kill or stop ranks, one after the other; return a summary. Stopped ones continue, and learn that they are out."""
+    """Strike ranks of one communicator and start others in their places, again and again; return a summary.
+
+    Stopped ones continue, and learn that they are out. Some new ones are killed while they join.
+    """
     configuration = draw(random, _WORLDS, TIMEOUT_S)
-    num_ranks = configuration.num_ranks
+    rails = random.choice(("", "lo")) if configuration.num_ranks != configuration.setup.ranks_per_node else ""
+    what = f"{configuration}, rails {rails or 'none'}"
+    store = new_store()
+    service = Service(
+        port=store.port, num_ranks=configuration.num_ranks, setup=configuration.setup, rails=rails, name=name
+    )
+    world, times = _World(service, what), []
+    try:
+        world.start(range(service.num_ranks), is_new=False)
+        world.await_right(range(service.num_ranks))
+        for _ in range(_NUM_STRIKES):
+            times.append(_strike(world, random))
+            _restart(world, random)
+        world.end()
+    finally:
+        world.kill()
+    first_s, last_s = min(times), max(times)
+    done = f"{world.num_struck} struck, right after {first_s:.2f} to {last_s:.2f} s"
+    return f"{done}, grew by {world.grown_mib:.1f} MiB: {what}"
+
+
+def _strike(world: _World, random: Random) -> float:
+    """Kill or stop ranks, one after the other; return the seconds until all others were right again."""
+    num_ranks = world.service.num_ranks
     victims = random.sample(range(num_ranks), random.choice((1, 1, 2, min(3, num_ranks - 1))))
-    kinds = [random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)) for _ in victims]
-    left = [rank for rank in range(num_ranks) if rank not in victims]
-    what = f"{', '.join(f'{kind.name} to rank {rank}' for kind, rank in zip(kinds, victims, strict=True))}"
-    what += f" on {configuration}"
-    with ExitStack() as stack:
-        world, _ = _working_world(stack, configuration, len(left), name)
-        time.sleep(random.uniform(0, 0.6))
-        for victim, kind in zip(victims, kinds, strict=True):
-            os.kill(world.processes[victim].pid, kind)
-            struck_at = time.monotonic()
-            time.sleep(random.choice(_BETWEEN_VICTIMS_S))
-        served = _results(world, left, what)
-        stopped = [rank for rank, kind in zip(victims, kinds, strict=True) if kind == signal.SIGSTOP]
-        for victim in stopped:
-            os.kill(world.processes[victim].pid, signal.SIGCONT)
-        _check_excluded(_results(world, stopped, what), what)
-    _check_left(served, left, victims, what)
-    late_s = max(each.failures[-1]["right_at"] for each in served.values() if each.failures) - struck_at
-    limit_s = _NEXT_STEP_S + _SLACK_S + TIMEOUT_S * len(stopped)
-    assert late_s < limit_s, f"{what}: the next right step came after {late_s:.2f} s"
-    return f"right again after {late_s:.2f} s: {what}"
-
-
-def come_back(random: Random, *name: int | str) -> str:
-    """Kill a rank and start another process, which joins; sometimes that one is killed while it joins."""
-    configuration = draw(random, _WORLDS, TIMEOUT_S)
-    num_ranks, victim = configuration.num_ranks, random.randrange(configuration.num_ranks)
-    left = [rank for rank in range(num_ranks) if rank != victim]
-    dies_after_s = random.choice((None, None, random.uniform(0.0, 1.0)))
-    what = f"rank {victim} killed and started again, killed again after {dies_after_s} s, on {configuration}"
-    with ExitStack() as stack:
-        world, signs = _working_world(stack, configuration, len(left), name, grows=True)
-        context = multiprocessing.get_context("forkserver")
-        results, of_process = context.Pipe()
-        request = JoinRequest(port=world.store.port, num_ranks=num_ranks, signs=signs)
-        arguments = (request, configuration.setup, _NUM_ROUNDS, of_process, *name)
-        process = context.Process(target=join_and_serve, args=arguments, daemon=True)
-        os.kill(world.processes[victim].pid, signal.SIGKILL)
-        process.start()
-        of_process.close()
-        stack.callback(process.kill)
-        if dies_after_s is not None:
-            while not (signs / "asks").exists():
-                time.sleep(0.001)
-            time.sleep(dies_after_s * 0.2)
-            process.kill()
-            (signs / "enough").touch()
-        served = _results(world, left, what)
-        for rank, each in served.items():
-            assert each.still_held == [], f"{what}: rank {rank} holds {each.still_held}"
-            whole = tuple(range(num_ranks))
-            assert each.ranks == whole or (dies_after_s is not None and each.ranks == tuple(left)), f"{what}: {each}"
-        if dies_after_s is None:
-            assert results.poll(_LIMIT_S), f"{what}: the process that joins gave no result"
-            joined = results.recv()
-            assert joined == Served(ranks=tuple(range(num_ranks))), f"{what}: {joined}"
-    return what
-
-
-def _working_world(
-    stack: ExitStack, configuration: Configuration, num_left: int, name: Sequence[int | str], *, grows: bool = False
-) -> tuple[LocalWorld, Path]:
-    """Start ranks that serve, and wait until all of them work; the folder is that of their signs."""
-    signs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    world = stack.enter_context(LocalWorld(configuration.num_ranks))
-    stack.callback(world.kill)
-    world.run(on_ranks.no_op, configuration.num_ranks)
-    world.start(serve, configuration.num_ranks, configuration.setup, num_left, _NUM_ROUNDS, signs, *name, grows=grows)
-    wait_until_all_work(signs, configuration.num_ranks)
-    return world, signs
-
-
-def _results(world: LocalWorld, ranks: Sequence[int], what: str) -> dict[int, Served]:
-    served = {}
-    for rank, (is_ok, outcome) in zip(ranks, world.collect(list(ranks), timeout_s=_LIMIT_S), strict=True):
-        assert is_ok, f"{what}: rank {rank}: {getattr(outcome, 'traceback', outcome)}"
-        served[rank] = outcome
-    return served
-
-
-def _check_left(served: dict[int, Served], left: Sequence[int], victims: Sequence[int], what: str) -> None:
-    for rank, each in served.items():
-        assert each.ranks == tuple(left), f"{what}: rank {rank} went on with {each.ranks}: {each}"
-        named = {peer for failure in each.failures for peer in failure["peers"]}
-        gone = {peer for failure in each.failures for peer in failure["gone"]}
-        assert gone == set(victims), f"{what}: rank {rank} lost {gone}"
+    kinds = [random.choice((*[signal.SIGKILL] * 7, signal.SIGSTOP)) for _ in victims]
+    left, num_stopped = [rank for rank in range(num_ranks) if rank not in victims], kinds.count(signal.SIGSTOP)
+    time.sleep(random.uniform(0, 0.3))
+    for victim, kind in zip(victims, kinds, strict=True):
+        world.strike(victim, kind)
+        struck_at = time.monotonic()
+        time.sleep(random.choice(_BETWEEN_VICTIMS_S))
+    told = world.await_right(left)
+    strikes = ", ".join(f"{kind.name} to rank {rank}" for kind, rank in zip(kinds, victims, strict=True))
+    late_s, slack_s = max(each[-1].at for each in told.values()) - struck_at, _SLACK_S * max(1.0, _load())
+    assert late_s < _NEXT_STEP_S + slack_s + TIMEOUT_S * num_stopped, f"{strikes} on {world.what}: {late_s:.2f} s"
+    for rank, each in told.items():
+        named, gone = ({peer for message in each for peer in getattr(message, what)} for what in ("named", "gone"))
+        assert gone == set(victims), f"{strikes} on {world.what}: rank {rank} lost {gone}"
         # A rank that another one has not waited for any longer names that one, as it has called shrink.
-        assert named & set(victims), f"{what}: rank {rank} named {named}: {each}"
-        assert each.still_held == [], f"{what}: rank {rank} holds {each.still_held}"
-    assert len({each.lost for each in served.values()}) == 1, f"{what}: {served}"
+        assert named & set(victims), f"{strikes} on {world.what}: rank {rank} named {named}"
+    assert len({each[-1].lost for each in told.values()}) == 1, f"{strikes} on {world.what}: {told}"
+    world.continue_stopped()
+    return late_s
 
 
-def _check_excluded(served: dict[int, Served], what: str) -> None:
-    for rank, each in served.items():
-        assert each.excluded, f"{what}: rank {rank} did not learn that it is left out: {each}"
-        assert each.still_held == [], f"{what}: rank {rank} holds {each.still_held}"
+def _restart(world: _World, random: Random) -> None:
+    """Start processes in the places of those that were struck; some are killed while they join, and started again."""
+    absent = world.absent
+    world.start(absent, is_new=True)
+    if random.random() < 0.25:
+        time.sleep(random.uniform(0, 0.5))
+        victim = random.choice(absent)
+        world.strike(victim, signal.SIGKILL)
+        world.start([victim], is_new=True)
+    world.await_right(range(world.service.num_ranks))
+
+
+def _load() -> float:
+    return os.getloadavg()[0] / (os.cpu_count() or 1)
+
+
+@dataclass
+class _World:
+    """The processes of a service, by rank, and those that were stopped."""
+
+    service: Service
+    what: str
+    processes: dict[int, tuple[BaseProcess, Connection]] = field(default_factory=dict)
+    stopped: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    num_struck: int = 0
+    holdings: dict[int, list[Holdings]] = field(default_factory=dict)  # of the process of a rank
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks without a process."""
+        return [rank for rank in range(self.service.num_ranks) if rank not in self.processes]
+
+    @property
+    def grown_mib(self) -> float:
+        """The most that the memory of a process has grown since it did its second change of members."""
+        found = [each for each in self.holdings.values() if len(each) > 3]
+        return max((each[-1].private_mib - each[2].private_mib for each in found), default=0.0)
+
+    def start(self, ranks: Collection[int], *, is_new: bool) -> None:
+        """Start a process for each of these ranks."""
+        context = multiprocessing.get_context("forkserver")
+        for rank in ranks:
+            here, there = context.Pipe()
+            arguments = {"is_new": is_new}
+            process = context.Process(target=serve, args=(self.service, rank, there), kwargs=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.processes[rank], self.holdings[rank] = (process, here), []
+
+    def strike(self, rank: int, kind: signal.Signals) -> None:
+        """Kill or stop the process of a rank."""
+        process, pipe = self.processes.pop(rank)
+        os.kill(process.pid, kind)
+        self.num_struck += 1
+        if kind == signal.SIGSTOP:
+            self.stopped.append((process, pipe))
+
+    def await_right(self, ranks: Collection[int]) -> dict[int, list[Right]]:
+        """Return what each of these ranks has said until it was right with just their processes as members."""
+        told: dict[int, list[Right]] = {rank: [] for rank in ranks}
+        pids = {rank: self.processes[rank][0].pid for rank in ranks}
+        deadline = time.monotonic() + _LIMIT_S
+        while waiting := {
+            self.processes[rank][1]: rank
+            for rank, messages in told.items()
+            if not messages or messages[-1].pids != pids
+        }:
+            assert time.monotonic() < deadline, f"{self.what}: {sorted(waiting.values())} not right with {[*ranks]}"
+            for pipe in wait(list(waiting), timeout=1.0):
+                rank, message = waiting[pipe], self._received(pipe, waiting[pipe])
+                assert isinstance(message, Right), f"{self.what}: rank {rank}: {message!r}"
+                told[rank].append(message)
+                self.holdings[rank].append(message.holdings)
+        return told
+
+    def continue_stopped(self) -> None:
+        """Let stopped processes continue: they learn that they are left out, and hold nothing."""
+        for process, _ in self.stopped:
+            os.kill(process.pid, signal.SIGCONT)
+        for process, pipe in self.stopped:
+            ended = self._end_of(process, pipe)
+            assert "go on without it" in ended.excluded, f"{self.what}: {ended}"
+        self.stopped = []
+
+    def end(self) -> None:
+        """Tell all processes to end; none holds anything, or has more than before."""
+        for _, pipe in self.processes.values():
+            pipe.send("end")
+        for process, pipe in self.processes.values():
+            ended = self._end_of(process, pipe)
+            assert not ended.excluded, f"{self.what}: {ended}"
+        self.processes = {}
+        for rank, (_, second, *_, last) in ((rank, each) for rank, each in self.holdings.items() if len(each) > 2):
+            counts = [(each.descriptors, each.mappings) for each in (second, last)]
+            assert counts[0] == counts[1], f"{self.what}: rank {rank} held {second}, then {last}"
+
+    def kill(self) -> None:
+        """Kill all processes that are left."""
+        for process, _ in (*self.processes.values(), *self.stopped):
+            process.kill()
+
+    def _end_of(self, process: BaseProcess, pipe: Connection) -> End:
+        """Return the last message of a process, which then ends."""
+        message: object = None
+        while not isinstance(message, End):
+            assert pipe.poll(_LIMIT_S), f"{self.what}: {process.name} does not end"
+            message = self._received(pipe, -1)
+            assert isinstance(message, (Right, End)), f"{self.what}: {message!r}"
+        assert message.still_held == [], f"{self.what}: {message}"
+        process.join(_LIMIT_S)
+        assert process.exitcode == 0, f"{self.what}: exit code {process.exitcode}"
+        return message
+
+    def _received(self, pipe: Connection, rank: int) -> object:
+        try:
+            return pipe.recv()
+        except EOFError as error:
+            raise AssertionError(f"{self.what}: the process of rank {rank} has ended") from error

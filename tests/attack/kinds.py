@@ -48,7 +48,6 @@ class Attacks:
             "saves": self.saves,
             "moves": self.moves,
             "survivors": lambda number: elastic.go_on(self._random_of("survivors", number), self._seed, number),
-            "joiners": lambda number: elastic.come_back(self._random_of("joiners", number), self._seed, number),
         }
         warm_up()
 

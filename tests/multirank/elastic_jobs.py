@@ -140,7 +140,7 @@ def join_and_serve(request: JoinRequest, setup: Setup, num_rounds: int, results:
     store = dist.TCPStore("127.0.0.1", request.port, is_master=False)
     served = Served()
     (request.signs / "asks").touch()
-    comm = fusco.Communicator.join(store, **_arguments(setup))
+    comm = fusco.Communicator.join(store, **arguments_of(setup))
     serving = _Serving(served, comm, Members(comm, request.num_ranks), setup, name)
     for _ in range(num_rounds + 1):  # one in the call that has grown
         serving.advance()
@@ -149,7 +149,7 @@ def join_and_serve(request: JoinRequest, setup: Setup, num_rounds: int, results:
     results.send(_closed(served, comm))
 
 
-def _arguments(setup: Setup) -> dict[str, Any]:
+def arguments_of(setup: Setup) -> dict[str, Any]:
     """Return the arguments of ``Communicator``, without the group."""
     return {
         "num_experts": setup.num_experts,
@@ -167,13 +167,18 @@ def _closed(served: Served, comm: fusco.Communicator) -> Served:
     """Close a communicator and note what is still held."""
     with contextlib.suppress(fusco.PeerFailureError):  # of a rank that has been killed meanwhile
         comm.close()
+    served.still_held = still_held()
+    return served
+
+
+def still_held() -> list[str]:
+    """Return the resources and threads that a process still holds without a communicator."""
     deadline = time.monotonic() + _NOTICE_S
     while (threads := [each for each in threading.enumerate() if each.name.startswith("fusco")]) and (
         time.monotonic() < deadline
     ):
         threads[0].join(0.05)
-    served.still_held = [*held_in_the_end(), *(thread.name for thread in threads)]
-    return served
+    return [*held_in_the_end(), *(thread.name for thread in threads)]
 
 
 def leave_on_purpose(group: dist.ProcessGroup, setup: Setup, leaving: tuple[int, ...], *name: int | str) -> Served:
@@ -336,7 +341,7 @@ def leave_and_rejoin(
         comm.shrink([2])
         if dist.get_rank(group) == 2:
             (signs / f"leaves {turn}").touch()
-            comm = fusco.Communicator.join(store, **_arguments(setup))
+            comm = fusco.Communicator.join(store, **arguments_of(setup))
         else:
             while not comm.grow(store):
                 time.sleep(0.01)

@@ -150,11 +150,6 @@ def test_a_call_may_have_a_limit_of_its_own_and_the_communicator_keeps_its_own(w
         assert rank == 2 or waited_s > 1.0
 
 
-# A known defect: on two cores a rank is at times left out while a process joins.
-LEAVES_OUT_A_RANK = pytest.mark.xfail(reason="a rank that is late while a process joins may be left out", strict=False)
-
-
-@LEAVES_OUT_A_RANK
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node", "victim"), [(4, 4, 2), (4, 2, 0), (3, 1, 1)])
 def test_a_new_process_takes_the_place_of_a_dead_one(tmp_path, num_ranks, ranks_per_node, victim):
     left, everyone = [rank for rank in range(num_ranks) if rank != victim], tuple(range(num_ranks))
@@ -178,7 +173,6 @@ def test_a_new_process_takes_the_place_of_a_dead_one(tmp_path, num_ranks, ranks_
     assert joined == Served(ranks=everyone)
 
 
-@LEAVES_OUT_A_RANK
 def test_leaving_and_joining_again_and_again_holds_no_more(tmp_path):
     with world_of(3) as world:
         world.start(leave_and_rejoin, 3, setup_of(3), 6, tmp_path, world.store.port)

@@ -18,7 +18,7 @@ from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, exc
 from fusco.control.connect import connect
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import SegmentSizes
-from fusco.control.member_gather import Gather, MemberGather, NewerViewError
+from fusco.control.member_gather import Gather, MemberGather
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
@@ -214,12 +214,12 @@ def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> 
 def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) -> CommunicatorParts:
     """Make the parts of a next generation, together with its members.
 
-    Raises ``NewerViewError`` if one of them agrees on other members meanwhile, and as ``Communicator`` does.
+    Raises as ``Communicator`` does, ``PeerFailureError`` also if one of them agrees on other members meanwhile.
     """
     gather.begin()
     try:
         return _create(gather, config, kept)
-    except (PeerFailureError, NewerViewError):
+    except PeerFailureError:
         raise
     except Exception as error:
         with cleanup_after(error, "the other ranks could not be notified"):

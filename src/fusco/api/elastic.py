@@ -173,9 +173,11 @@ class Elastic(Membership):
         warm_up(config)  # before others wait for it
         limit_s = config.settings.timeout_s
         joining = Joining(JoinStore(store, name, limit_s), rank, join_timeout_s)
-        invitation = joining.ask()
-        config.validator(invitation.rank, invitation.num_ranks)
-        server = joining.come(invitation)
+        server = None
+        while server is None:
+            invitation = joining.ask()
+            config.validator(invitation.rank, invitation.num_ranks)
+            server = joining.come(invitation)
         server.is_held = True
         kept = Kept(placement=placement_of(invitation.placement), access=None)
         members, own = joining.members, invitation.rank

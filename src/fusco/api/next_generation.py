@@ -9,7 +9,7 @@ from typing import Any
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, Kept, create_next
 from fusco.control.agreement import Agreement, Member
 from fusco.control.member_board import View
-from fusco.control.member_gather import MemberGather, NewerViewError
+from fusco.control.member_gather import MemberGather
 from fusco.control.node_memory import warm_up_node_memory
 from fusco.control.record_round import warm_up_record_round
 from fusco.control.status_server import StatusServer
@@ -62,9 +62,8 @@ def make_next(
                 return create_next(gather, config, kept), view
             except ExcludedError:
                 raise
-            except (PeerFailureError, NewerViewError) as error:
-                peers = set(error.peers) - {rank} if isinstance(error, PeerFailureError) else set()
-                left = set(view.members) - agreement.silent(peers)
+            except PeerFailureError as error:
+                left = set(view.members) - agreement.silent(set(error.peers) - {rank})
             except FuscoError:
                 if not change.joining.intersection(view.members):
                     raise

@@ -27,7 +27,7 @@ from fusco.control.status_server import Address, StatusServer
 
 _REMINDER_S = 0.2
 _TURN_S = 0.002  # between looks at what others have proposed
-_PING_S = 1.0  # limit of the answer of a rank that a failure has named; a loaded machine may take some of it
+_PING_S = 1.0  # limit of the answer of a rank of another machine that a failure has named
 _NOTICE_S = 1.0  # limit of the delivery of notices to ranks that are left out; a stopped one reads it later
 
 
@@ -62,11 +62,14 @@ class Agreement:
         self._requests.close()
 
     def silent(self, ranks: Iterable[int]) -> set[int]:
-        """Return which of these ranks are dead, or do not answer within a short time."""
+        """Return which of these ranks, which a failure has named, are dead or stopped.
+
+        On other machines those that do not answer within a short time; here the system says it, so none that is only
+        slow is meant.
+        """
         others = {rank: self._members[rank] for rank in ranks if rank != self._rank}
-        host = self._members[self._rank].host
-        stopped = {rank for rank, each in others.items() if each.host == host and _is_stopped(each.pid)}
-        asked = {rank: each.address for rank, each in others.items() if rank not in stopped}
+        near = {rank: each.pid for rank, each in others.items() if each.host == self._members[self._rank].host}
+        asked = {rank: each.address for rank, each in others.items() if rank not in near}
         silent = set(asked)
         body = json.dumps({"ask": "status"}).encode()
         with self._server.requests() as requests:
@@ -75,7 +78,8 @@ class Agreement:
             deadline = time.monotonic() + _PING_S
             while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
                 pass
-        return silent | stopped | {rank for rank in asked if self.is_dead(rank)}
+        stopped = {rank for rank, pid in near.items() if _is_stopped(pid)}
+        return silent | stopped | {rank for rank in others if self.is_dead(rank)}
 
     def is_dead(self, rank: int) -> bool:
         """Return whether a rank's process has ended, or has closed its communicator."""
@@ -83,8 +87,8 @@ class Agreement:
 
     def agree(self, ranks: Iterable[int], *, is_planned: bool = False) -> View:
         """Propose ``ranks`` and return what all of its members have agreed on; raises ``ExcludedError``."""
-        newest = self._board.newest_of(list(self._members))
-        view = View(newest + 1, tuple(sorted({*ranks, self._rank})), is_planned)
+        number = self._board.next_number(list(self._members))
+        view = View(number, tuple(sorted({*ranks, self._rank})), is_planned)
         while True:
             self._propose(view)
             self._progress_at = time.monotonic()
@@ -99,10 +103,13 @@ class Agreement:
             view = revised
 
     def _propose(self, view: View) -> None:
+        """Send a view to its members, this rank included: its server has then read all that others sent before.
+
+        A process that was stopped may have been told long ago that it is left out, by ranks that have ended since.
+        """
         self._board.proposed = view
         for rank in view.members:
-            if rank != self._rank:
-                self._send(rank, view)
+            self._send(rank, view)
         self._sent_at = time.monotonic()
 
     def _remind(self, view: View) -> None:
@@ -158,6 +165,7 @@ class Agreement:
         if time.monotonic() - self._progress_at > self._limit_s:
             views = self._board.views  # one that has proposed a newer view is not late
             left -= {rank for rank in others if rank not in views or views[rank].number < view.number}
+            self._asking.discard(self._rank)
         for rank in others:
             theirs = self._board.views.get(rank)
             if rank not in left or theirs is None or theirs.number <= self._board.installed.number:
@@ -166,7 +174,7 @@ class Agreement:
             if theirs.members != view.members or theirs.number > view.number:
                 newest = max(newest, theirs.number)
         if left != set(view.members):
-            return View(newest + 1, tuple(sorted(left)), view.is_planned)
+            return View(newest + 1, tuple(sorted(left)))
         return view if newest == view.number else View(newest, view.members, view.is_planned)
 
     def _is_agreed(self, view: View) -> bool:

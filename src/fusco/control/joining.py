@@ -2,7 +2,8 @@
 
 The process asks to join (``request``). In a call of ``grow`` the lowest member invites it (``invitation``: the secret,
 and who the members are), the process starts its status server and says where (``address``), and the member names all
-that join (``start``). From there on both agree and connect as in every change of members.
+that join (``start``). From there on both agree and connect as in every change of members. A process that comes too late
+finds an empty start, and asks again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fusco.control.agreement import Member
 from fusco.control.bootstrap import host_identity, reachable_address
+from fusco.control.liveness import has_ended
 from fusco.control.member_board import View
 from fusco.control.status_server import StatusServer
 from fusco.control.threads import in_thread
 from fusco.core.errors import TransportError, first_line
 
 _POLL_S = 0.002
-_MOST_POLL_S = 0.1
-_REPLY_S = 5.0  # limit of the reply of a process that is invited, which only waits for that
+_MOST_POLL_S = 0.02
+_REPLY_S = 5.0  # limit of the reply of a process that is invited, which only waits for that; and as a share of
+_REPLY = 0.6  # the limit of requests, as members wait for those that invite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +56,11 @@ class JoinStore:
     """The keys of one communicator, by its ``name``, in a store; requests have a limit, which a store has not."""
 
     def __init__(self, store: Store, name: str, limit_s: float) -> None:
-        self._store, self._limit_s = PrefixStore(f"fusco/join/{name}", store), limit_s
+        self._store, self.limit_s = PrefixStore(f"fusco/join/{name}", store), limit_s
 
     def within_limit(self, request: Callable[[], Any]) -> Any:
         """Return the result of a function that uses the store; ``TransportError`` if it fails or takes too long."""
-        future, deadline = in_thread(request, "a request to the store"), time.monotonic() + self._limit_s
+        future, deadline = in_thread(request, "a request to the store"), time.monotonic() + self.limit_s
         while not future.done():
             if time.monotonic() > deadline:
                 raise TransportError(f"the store {self._store.underlying_store} has not answered within its limit")
@@ -92,10 +95,23 @@ def invite(
 ) -> dict[int, Member]:
     """Invite the processes that have asked to join; return those that have come, by rank. Needs no other member."""
     invited: dict[int, int] = {}
+    pids: dict[int, int] = {}  # of those of this machine
+    deadline = time.monotonic() + min(_REPLY_S, _REPLY * joins.limit_s)
+
+    def reply(number: int, key: str) -> Any:
+        """Return what a process says, ``None`` if it has not by then or ends."""
+        while (value := joins.get(number, key)) is None and time.monotonic() < deadline:
+            if number in pids and has_ended(pids[number]):
+                break
+            time.sleep(_POLL_S)
+        return value
+
     for number in joins.new_requests():
-        request = joins.get(number, "request")
-        if request is None or (request["host"] == own.host and not os.path.exists(f"/proc/{request['pid']}")):
-            continue  # it has ended
+        request = reply(number, "request")  # a process counts before it says more
+        if request is None or (request["host"] == own.host and has_ended(request["pid"])):
+            continue
+        if request["host"] == own.host:
+            pids[number] = request["pid"]
         if not free_ranks:
             joins.put(number, "invitation", {"refusal": "no rank of the group is absent"})
             continue
@@ -103,16 +119,10 @@ def invite(
         free_ranks.remove(rank)
         joins.put(number, "invitation", asdict(invitation_of(rank)))
         invited[number] = rank
-    came: dict[int, Member] = {}
-    deadline = time.monotonic() + _REPLY_S
+    addresses = {rank: reply(number, "address") for number, rank in invited.items()}
+    came = members_of({str(rank): address for rank, address in addresses.items() if address})
     for number, rank in invited.items():
-        while (address := joins.get(number, "address")) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        if address:
-            came[rank] = Member(tuple(address["address"]), address["pid"], address["host"])
-    for number, rank in invited.items():
-        if rank in came:
-            joins.put(number, "start", members_as_text(came))
+        joins.put(number, "start", members_as_text(came) if rank in came else {})
     return came
 
 
@@ -120,7 +130,8 @@ class Joining:
     """A process that joins: after ``ask`` and ``come`` it has a status server and knows all members."""
 
     def __init__(self, joins: JoinStore, rank: int | None, timeout_s: float) -> None:
-        self._joins, self._wanted, self._timeout_s = joins, rank, timeout_s
+        self._joins, self._wanted = joins, rank
+        self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
         self.members: dict[int, Member] = {}
 
     def ask(self) -> Invitation:
@@ -128,13 +139,17 @@ class Joining:
         request = {"pid": os.getpid(), "host": host_identity(), "rank": self._wanted}
         self._number: int = self._joins.within_limit(self._joins.new_number)
         self._joins.within_limit(lambda: self._joins.put(self._number, "request", request))
-        given = self._await("invitation", self._timeout_s, "no rank has called grow")
+        if (given := self._await("invitation", self._deadline)) is None:
+            raise TransportError(f"this process could not join within {self._timeout_s:g} s: no rank has called grow")
         if "refusal" in given:
             raise ValueError(f"this process cannot join: {given['refusal']}")
         return Invitation(**given)
 
-    def come(self, invitation: Invitation) -> StatusServer:
-        """Start the status server, say where, and wait for the start; the caller closes it."""
+    def come(self, invitation: Invitation) -> StatusServer | None:
+        """Start the status server, say where, and wait for the start; ``None`` if that is too late.
+
+        The caller closes the server.
+        """
         members, host = members_of(invitation.members), host_identity()
         listen_on = _listening_address(members, host)
         server = StatusServer(invitation.secret, listen_on)
@@ -143,18 +158,21 @@ class Joining:
             server.install(view, invitation.rank)
             own = Member(server.address, os.getpid(), host)
             self._joins.within_limit(lambda: self._joins.put(self._number, "address", asdict(own)))
-            start = self._await("start", self._timeout_s, "the members have not begun")
+            start = self._await("start", time.monotonic() + self._joins.limit_s)
         except BaseException:
             server.close()
             raise
+        if not start:
+            server.close()
+            return None
         self.members = {**members, **members_of(start)}
         return server
 
-    def _await(self, key: str, limit_s: float, why_not: str) -> Any:
-        deadline, pause_s = time.monotonic() + limit_s, _POLL_S
+    def _await(self, key: str, deadline: float) -> Any:
+        pause_s = _POLL_S
         while (value := self._joins.within_limit(lambda: self._joins.get(self._number, key))) is None:
             if time.monotonic() > deadline:
-                raise TransportError(f"this process could not join within {limit_s:g} s: {why_not}")
+                return None
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _MOST_POLL_S)
         return value

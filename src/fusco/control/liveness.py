@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Mapping
+from contextlib import closing
 
 from fusco.core.errors import TransportError, reason_of
 
@@ -67,6 +68,12 @@ class Liveness:
             _, file = self._memory_maps.popitem()
             if file is not None:
                 os.close(file)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process of this machine has ended, looked at once."""
+    with closing(Liveness({0: pid})) as liveness:
+        return liveness.is_dead(0)
 
 
 def _open_memory_map(pid: int) -> int | None:

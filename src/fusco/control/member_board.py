@@ -17,7 +17,7 @@ from fusco.core.errors import ExcludedError, Stall
 class View:
     """Members that a rank proposes. Of two views the one with the higher number is newer; agreed, it is a generation.
 
-    ``is_planned`` if no rank has failed, and all are about to propose one.
+    ``is_planned`` if no rank has failed, and all are about to propose the same.
     """
 
     number: int
@@ -59,10 +59,17 @@ class MemberBoard:
         self.views: dict[int, View] = {}
         self.exclusion: Exclusion | None = None
         self._values: dict[tuple[int, str], dict[int, Any]] = {}
+        self._since: dict[int, int] = {}  # the generation that the process of each member began with, at least
 
     def install(self, view: View, rank: int) -> None:
-        """Begin a generation; values of earlier ones are dropped."""
+        """Begin a generation; values of earlier ones are dropped, and views of ranks that it does not have."""
+        before = self.installed
+        self._since = {
+            member: self._since.get(member, 0) if member in before.members else before.number for member in view.members
+        }
         self.rank, self.installed, self.proposed = rank, view, None
+        for absent in self.views.keys() - view.members:
+            del self.views[absent]
         for key in [key for key in self._values if key[0] < view.number]:
             del self._values[key]
 
@@ -70,10 +77,10 @@ class MemberBoard:
         """Return the values of a stage of a generation that have come, by rank."""
         return self._values.setdefault((number, stage), {})
 
-    def newest_of(self, ranks: Sequence[int]) -> int:
-        """Return the highest number of a view of this rank or of these."""
-        own = self.proposed.number if self.proposed else 0
-        return max([own, self.installed.number, *(self.views[rank].number for rank in ranks if rank in self.views)])
+    def next_number(self, ranks: Sequence[int]) -> int:
+        """Return the number of this rank's next view: higher than its own so far, and as high as any of ``ranks``."""
+        own = max(self.installed.number, self.proposed.number if self.proposed else 0)
+        return max([own + 1, *(self.views[rank].number for rank in ranks if rank in self.views)])
 
     def note_view(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note a view of another rank; the answer says whether that rank is left out here."""
@@ -101,6 +108,8 @@ class MemberBoard:
 
     def _leaves_out(self, sender: int, base: int) -> bool:
         """Return whether a rank whose generation is ``base`` has no part here any more."""
+        if base < self._since.get(sender, 0):
+            return True  # another process has its place by now
         if base < self.installed.number:
             return sender not in self.installed.members
         return self.proposed is not None and sender in self.installed.members and sender not in self.proposed.members

@@ -14,7 +14,7 @@ from fusco.control.member_board import View
 from fusco.control.status_server import FailureReport, StatusServer
 from fusco.control.store_gather import StoreGather
 from fusco.control.watchdog import Watchdog
-from fusco.core.errors import FuscoError, PeerFailureError, Stall
+from fusco.core.errors import PeerFailureError, Stall
 
 _REMINDER_S = 0.2
 _PAUSE_S = 0.0005
@@ -22,10 +22,6 @@ _REPORTING_S = 1.0
 
 
 Gather: TypeAlias = "StoreGather | MemberGather"
-
-
-class NewerViewError(FuscoError):
-    """A member has gone on to another view, so this generation will not be complete."""
 
 
 class MemberGather:
@@ -85,10 +81,10 @@ class MemberGather:
         self._watcher = watcher
 
     def wait_until(self, is_ready: Callable[[], bool], stall: Callable[[], Stall]) -> None:
-        """Wait for a condition; raises ``PeerFailureError`` after the limit, and ``NewerViewError``."""
+        """Wait for a condition; raises ``PeerFailureError`` after the limit, or if a member agrees again meanwhile."""
 
         def is_ready_or_over() -> bool:
-            self._require_view()
+            self._require_view(stall)
             return is_ready()
 
         if self._watcher:
@@ -142,11 +138,12 @@ class MemberGather:
         peers = {rank: self._members[number].address for rank, number in numbers if rank != self.rank}
         self.status_server.report_failure(peers, report, min(_REPORTING_S, self.timeout_s))
 
-    def _require_view(self) -> None:
+    def _require_view(self, stall: Callable[[], Stall]) -> None:
+        """Raise if a member agrees again. One that does so as planned is through with this gather."""
         views = self.status_server.board.views
-        for number in self.members:
-            if number in views and views[number].number > self.number:
-                raise NewerViewError(f"rank {number} agrees on other members again: {views[number].members}")
+        for rank, number in enumerate(self.members):
+            if (theirs := views.get(number)) and theirs.number > self.number and not theirs.is_planned:
+                self._raise(stall(), (rank,), f"rank {number} agrees on other members again: {theirs.members}")
 
     def _raise(self, stall: Stall, ranks: Sequence[int], reason: str) -> NoReturn:
         numbers = tuple(self.members[rank] for rank in ranks)

@@ -10,8 +10,8 @@ import pytest
 import fusco
 from fusco.control.agreement import Agreement, Member, notify_excluded
 from fusco.control.member_board import View
-from fusco.control.member_gather import MemberGather, NewerViewError
-from fusco.control.status_server import StatusServer
+from fusco.control.member_gather import MemberGather
+from fusco.control.status_server import FailureReport, StatusServer
 
 HOST, LIMIT_S = "127.0.0.1", 3.0
 
@@ -97,6 +97,26 @@ def test_a_rank_that_comes_too_late_learns_that_it_is_left_out(ranks):
     assert ranks.servers[2].board.exclusion.members == (0, 1)
 
 
+def test_a_rank_that_others_have_told_before_they_ended_learns_it_first(ranks):
+    """Its server has not read the notice yet, as that of a process that was stopped, and nobody is left to ask."""
+    with ranks.servers[3]._installing:  # the server's thread waits in the report, with the notice behind it
+        for rank in (0, 1, 2):
+            ranks.servers[rank].close()
+        addresses = {3: ranks.members[3].address}
+        report = FailureReport((0,), "a report", 0, has_left=False)
+        ranks.servers[0].report_failure(addresses, report, 0.1)
+        notify = threading.Thread(target=notify_excluded, args=(ranks.servers[0], View(1, (0, 1, 2)), 0, addresses))
+        notify.start()
+        time.sleep(0.1)
+        releasing = threading.Timer(0.3, ranks.servers[3]._installing.release)
+        releasing.start()
+        [alone] = ranks.agree({3: {3}}).values()
+        releasing.join()
+        ranks.servers[3]._installing.acquire()
+    notify.join()
+    assert isinstance(alone, fusco.ExcludedError), alone
+
+
 def test_a_call_fails_as_soon_as_another_rank_shrinks(ranks):
     def proposes(rank):
         with ranks.agreement(rank, 0.3) as agreement:
@@ -120,8 +140,8 @@ def test_members_gather_values_until_one_goes_on_to_newer_members(ranks):
                 with ranks.agreement(rank, 0.2) as newer:
                     newer.agree({0, 1, 3})
                 return values
-            errors = (NewerViewError, fusco.PeerFailureError)  # the view, or the report of it, is seen first
-            with pytest.raises(errors, match=r"rank 3 (agrees on other members again|has called shrink)"):
+            seen_first = r"rank 3 (agrees on other members again|has called shrink)"  # the view, or the report of it
+            with pytest.raises(fusco.PeerFailureError, match=seen_first):
                 gather.all_gather("second", "never")
             return values
 
@@ -138,3 +158,49 @@ def test_reports_of_another_generation_do_not_count(ranks):
     server.install(View(6, (0, 1)), 0)
     server.answer(old | {"generation": 5})
     assert server.failure_report is None
+
+
+def test_ranks_that_follow_one_another_propose_under_one_number(ranks):
+    """A rank that proposes last takes the number of the others, or they would all begin again."""
+
+    def proposes(rank):
+        with ranks.agreement(rank) as agreement:
+            time.sleep(0.1 * rank)
+            return agreement.agree({0, 1, 2, 3}, is_planned=True)
+
+    found = ranks.run(proposes, range(4))
+    assert {(view.number, view.is_planned) for view in found.values()} == {(1, True)}
+
+
+def test_a_member_that_is_through_with_a_gather_does_not_end_that_of_others(ranks):
+    """Rank 0 has all values, and proposes the members that ``grow`` has found, while rank 1 has not looked yet."""
+    view = View(0, (0, 1))
+    is_through = threading.Event()
+
+    def gathers(rank):
+        server = ranks.servers[rank]
+        with ranks.agreement(rank) as agreement:
+            gather = MemberGather(server, agreement, view, rank, ranks.members, 4, LIMIT_S)
+            if rank == 1:
+                server.board.values(0, "joiners")[1] = "value"
+                ranks.servers[0].board.note_value({"number": 0, "stage": "joiners", "sender": 1, "value": "value"})
+                assert is_through.wait(LIMIT_S)
+            values = gather.all_gather("joiners", "value")
+            if rank == 0:
+                server.board.proposed = View(1, (0, 1, 2), is_planned=True)
+                message = {"sender": 0, "base": 0, "number": 1, "members": [0, 1, 2], "is_planned": True}
+                ranks.servers[1].answer({"view": message})
+                is_through.set()
+        return values
+
+    assert ranks.run(gathers, (0, 1)) == {0: ["value"] * 2, 1: ["value"] * 2}
+
+
+def test_a_process_whose_place_another_has_taken_is_left_out(ranks):
+    server, message = ranks.servers[0], {"sender": 3, "number": 9, "members": [0, 1, 3], "is_planned": False}
+    server.install(View(2, (0, 1, 2)), 0)
+    server.install(View(3, (0, 1, 2, 3)), 0)
+    assert server.answer({"view": message | {"base": 1}})["excluded"]["told_by"] == 0
+    assert 3 not in server.board.views
+    assert server.answer({"view": message | {"base": 2}}) == {}  # it has joined, and others wait for it
+    assert server.board.views[3].number == 9
