@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-predictions test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
+.PHONY: setup demo test test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -28,10 +28,6 @@ test: setup
 	$(BIN)/pytest tests/multirank
 	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
-
-# Predictions of the simulator beside a network whose rate is set: three minutes, on an idle machine, as root.
-test-predictions: setup
-	FUSCO_TEST_PREDICTIONS=1 $(BIN)/pytest tests/testbed/test_predictions.py
 
 # An environment of its own. INDEX=https://download.pytorch.org/whl/cpu spares the CUDA packages, some gigabytes.
 test-minimum: .venv-minimum/.installed
