@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-predictions test-architectures test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
+.PHONY: setup demo test test-architectures test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -28,10 +28,6 @@ test: setup
 	$(BIN)/pytest tests/multirank
 	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
-
-# Predictions of the simulator beside a network whose rate is set: three minutes, on an idle machine, as root.
-test-predictions: setup
-	FUSCO_TEST_PREDICTIONS=1 $(BIN)/pytest tests/testbed/test_predictions.py
 
 # Gradients of every MoE architecture of transformers on four ranks, in a quarter of an hour on two cores; writes the
 # table of docs/training/architectures.md. ARCHITECTURES="--only gpt_oss llama4" chooses.

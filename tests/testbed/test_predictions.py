@@ -1,4 +1,7 @@
-"""Predictions beside a network whose rate is set, not fitted: dispatch, combine and all-to-all on a testbed."""
+"""Predictions beside a network whose rate is set, not fitted: dispatch, combine, all-to-all; with lanes, and without.
+
+One job of 8 ranks, of which four are the network of 2x2, makes all calls, in less than a minute on two idle cores.
+"""
 
 from __future__ import annotations
 
@@ -6,90 +9,107 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import timed_calls
 
-from fusco.bench.inputs.matrices import make_rank_bytes
-from fusco.bench.inputs.traffic import Trace, Workload
 from fusco.bench.simulation.laws import demand_of
-from fusco.core.placement import ExpertPlacement
-from fusco.core.topology import Topology
 from fusco.simulate import Demand, load_cluster, simulate
+from fusco.testbed import Testbed
+from fusco.testbed.job import rank_environment
 
-# Times of a network depend on what else runs: `make test-predictions` runs these alone, in three minutes.
-pytestmark = pytest.mark.skipif(
-    "FUSCO_TEST_PREDICTIONS" not in os.environ, reason="only with FUSCO_TEST_PREDICTIONS=1, on an idle machine"
-)
-
-_HEADERS = 0.993  # of packets of 9000 bytes
-_WITHIN = 0.10
-_MOST_OF_OTHERS = 0.15  # of the cores: where other processes take more, times are not the network's
-_EXPERTS, _TOPK, _HIDDEN = 128, 8, 4096
-
-
-def bench(*arguments: str) -> list[dict]:
-    command = [sys.executable, "-m", "fusco", "bench", *arguments, "--iterations", "2", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+NUM_HOSTS, RANKS_PER_HOST, RAILS = 4, 2, 4
+SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbalanced", "trace"), ("uniform", "zipf")
+MBIT, MBIT_OF_RAILS = (200, 500), 100
+HEADERS = 0.993  # of packets of 9000 bytes
+WITHIN = 0.10
+MOST_BUSY = 0.9  # of the cores' time: a time that is too long where they were busier is not the network's
+# Memory of results is used again: pages mapped anew in every call would keep the cores busy.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "OMP_NUM_THREADS": "1"}
 
 
-def predicted(shape: tuple[int, int], mbit: int, pattern: str, tokens: int) -> dict[tuple[str, str], float]:
-    """Dispatch and combine with lanes (``fusco``) and without, ms."""
-    topology = Topology.of_equal_nodes(shape[0] * shape[1], shape[1])
-    workload = Workload(
-        pattern=pattern,
-        topology=topology,
-        placement=ExpertPlacement.contiguous(_EXPERTS, topology.world_size),
-        tokens=tokens,
-        hidden=_HIDDEN,
-        num_topk=_TOPK,
-        trace=Trace.load(None, None, 0) if pattern == "trace" else None,
-    )
-    cluster = load_cluster("testbed").resized(*shape).with_values("the rate that is set", nic_gbs=mbit / 8e3 * _HEADERS)
-    demand = demand_of(workload)
-    return {
-        (name, call): simulate(cluster, demand, name, call).makespan_ms
-        for name in ("fusco", "no-lanes")
-        for call in ("dispatch", "combine")
-    }
+def cases_of(mbit: int) -> list[dict[str, Any]]:
+    """Return cases that take 0.1 to 0.3 s at this rate, or, for ``MBIT_OF_RAILS``, over 1 to 4 rails of a rank."""
+    if mbit == MBIT_OF_RAILS:
+        even = {"shape": (2, 2), "pattern": "uniform"}
+        return [with_expected({**even, "rails": n, "tokens": 480 * n}, mbit) for n in range(1, RAILS + 1)]
+    cases: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        tokens = mbit * 512 // 200 // (shape[0] // 2)
+        of = {"shape": shape, "rails": 1}
+        cases += [{**of, "pattern": each, "tokens": tokens * (1 + (each == "single-node"))} for each in PATTERNS]
+        cases += [{**of, "matrix": each, "bytes": mbit * 30_000} for each in MATRICES]
+    return [with_expected(case, mbit) for case in cases]
 
 
-def skip_if_busy(records: list[dict]) -> None:
-    if (busy := max(record.get("other_cores_share", 0.0) for record in records)) > _MOST_OF_OTHERS:
-        pytest.skip(f"other processes took {busy:.0%} of the cores meanwhile")
+def with_expected(case: dict[str, Any], mbit: int) -> dict[str, Any]:
+    """Add the predicted ms of each call; over several rails fusco's alone."""
+    rate = case["rails"] * mbit / 8e3 * HEADERS
+    cluster = load_cluster("testbed").resized(*case["shape"]).with_values("the rate that is set", nic_gbs=rate)
+    if "matrix" in case:
+        demand = Demand.of_matrix(case["matrix"], timed_calls.matrix_of(case), cluster.topology)
+        calls = ["fast dispatch"]
+    else:
+        systems = timed_calls.BALANCERS if mbit in MBIT else ("fusco",)
+        demand = demand_of(timed_calls.workload_of(case))
+        calls = [f"{system} {call}" for system in systems for call in ("dispatch", "combine")]
+    return {**case, "expected": {each: simulate(cluster, demand, *each.split()).makespan_ms for each in calls}}
 
 
-@pytest.mark.parametrize(
-    ("shape", "mbit", "tokens", "patterns"),
-    [
-        ((2, 2), 200, 1024, ("uniform", "single-node", "imbalanced", "trace")),
-        ((4, 2), 200, 512, ("uniform", "imbalanced")),  # at 500 Mbit/s eight ranks fill two cores
-    ],
-    ids=["2x2", "4x2"],
-)
-def test_shuffles_take_the_time_that_is_predicted(shape, mbit, tokens, patterns):
-    place = ("--testbed", f"{shape[0]}x{shape[1]}", "--rate", f"{mbit}mbit")
-    sizes = ("--tokens", str(tokens), "--hidden", str(_HIDDEN), "--variants", "fusco,no-lanes")
-    records = bench("shuffle", *place, *sizes, "--traffic", ",".join(patterns))
-    assert {record["traffic"] for record in records} == set(patterns)
-    skip_if_busy(records)
-    wrong = []
-    for record in records:
-        times = predicted(shape, mbit, record["traffic"], tokens)
-        for call in ("dispatch", "combine"):
-            expected, measured = times[record["variant"], call], record[f"{call}_ms"]
-            if abs(expected / measured - 1) > _WITHIN:
-                wrong.append(f"{record['traffic']}, {record['variant']}, {call}: {expected:.1f} for {measured:.1f} ms")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Cases and results of each rate."""
+    rates = (*MBIT, MBIT_OF_RAILS)
+    rounds, go_on = [cases_of(mbit) for mbit in rates], tmp_path_factory.mktemp("rates") / "round"
+    command = [sys.executable, timed_calls.__file__, json.dumps(rounds), str(go_on)]
+    num_rails, results = RANKS_PER_HOST * RAILS, []
+    with Testbed(NUM_HOSTS, num_rails, rates[0] * 10**6, ranks_per_host=RANKS_PER_HOST) as bed:
+        ranks = [
+            bed.spawn(
+                host,
+                command,
+                local_rank=local_rank,
+                env={**os.environ, **rank_environment(bed, host, local_rank), **MALLOC},
+                stdout=subprocess.PIPE,
+            )
+            for host in range(NUM_HOSTS)
+            for local_rank in range(RANKS_PER_HOST)
+        ]
+        for number, mbit in enumerate(rates):
+            for rail in range(num_rails if number else 0):
+                for host in range(NUM_HOSTS):
+                    bed.set_rate(host, rail, mbit * 10**6)
+            Path(f"{go_on}{number}").touch()
+            line = ranks[0].stdout.readline()
+            assert line, f"a rank has failed at {mbit} Mbit/s"
+            results.append(json.loads(line))
+        assert [rank.wait(30) for rank in ranks] == [0] * len(ranks)
+    return {mbit: list(zip(*of, strict=True)) for mbit, *of in zip(rates, rounds, results, strict=True)}
+
+
+def check(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Compare times with predictions; a time that is too long while the cores were full does not count."""
+    wrong, busy, num_calls = [], [], 0
+    for case, result in cases:
+        for call, expected in case["expected"].items():
+            took, num_calls = result["ms"][call], num_calls + 1
+            if abs(expected / took - 1) <= WITHIN:
+                continue
+            what = case.get("pattern") or f"{case['matrix']} all-to-all"
+            told = f"{what}, {case['rails']} rails, {call}: {expected:.0f} predicted, {took:.0f} ms"
+            (busy if took > expected and result["busy"] > MOST_BUSY else wrong).append(told)
     assert not wrong
+    if 2 * len(busy) > num_calls:
+        pytest.skip(f"the cores were full: {len(busy)} of {num_calls} times are not the network's, as {busy[0]}")
 
 
-def test_all_to_alls_take_the_time_that_is_predicted():
-    sizes = ("--matrix", "uniform,zipf", "--bytes-per-rank", "8000000")
-    records = bench("alltoall", "--testbed", "2x2", "--rate", "200mbit", *sizes)
-    cluster = load_cluster("testbed").with_values("the rate that is set", nic_gbs=0.025 * _HEADERS)
-    skip_if_busy(records)
-    for record in records:
-        matrix = make_rank_bytes(record["matrix"], 4, record["bytes_per_rank"], record["skew"], record["seed"])
-        demand = Demand.of_matrix(record["matrix"], matrix, cluster.topology)
-        assert simulate(cluster, demand, "fast").makespan_ms == pytest.approx(record["fusco_ms"], rel=_WITHIN)
+@pytest.mark.parametrize("mbit", MBIT)
+@pytest.mark.parametrize("shape", SHAPES, ids=["4x2", "2x2"])
+def test_calls_take_the_time_that_is_predicted(measured, shape, mbit):
+    check([each for each in measured[mbit] if each[0]["shape"] == shape])
+
+
+def test_one_to_four_rails_take_the_time_that_is_predicted(measured):
+    check(measured[MBIT_OF_RAILS])

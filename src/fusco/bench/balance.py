@@ -129,7 +129,7 @@ def _measure(trace: Trace, layer: int, homes: IntArray, ranks: int, balance: Bal
         plan = plan_batch(rows, homes, ranks, balance)
         times.append((time.perf_counter() - start) * 1e6)
     most_received = int(np.bincount(plan.ranks, minlength=ranks).max())
-    saved_us = float(plan.loads_before.max() - plan.loads.max()) * costs.row_us
+    copies_us = most_received * costs.copy_us
     return BalanceRecord(
         trace=trace.name,
         layer=layer,
@@ -141,7 +141,7 @@ def _measure(trace: Trace, layer: int, homes: IntArray, ranks: int, balance: Bal
         experts_copied_per_rank=round(len(plan.ranks) / ranks, 4),
         limit=plan.limit,
         bytes_moved=len(plan.ranks) * costs.expert_bytes,
-        copy_ms=round(most_received * costs.copy_us / 1e3, 4),
-        break_even_tokens=round(len(ids) * most_received * costs.copy_us / saved_us) if saved_us else None,
+        copy_ms=round(copies_us / 1e3, 4),
+        break_even_tokens=plan.break_even_tokens(len(ids), copies_us, costs.row_us),
         plan_us=round(min(times), 1),
     )

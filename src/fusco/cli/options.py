@@ -179,6 +179,19 @@ def integers(given: Sequence[str], option: str) -> list[int]:
     return [int(name) for name in names]
 
 
+def numbers(given: Sequence[str], option: str) -> list[float]:
+    """Return numbers from 0 on, given as ``integers`` takes them; else ``ValueError``.
+
+    >>> numbers(["0,0.5", "1"], "sweep-skew")
+    [0.0, 0.5, 1.0]
+    """
+    names = choose_names(given, [], option)
+    for name in names:
+        if not name.replace(".", "", 1).isdecimal():
+            raise ValueError(f"--{option} needs numbers from 0 on, got {name!r}")
+    return [float(name) for name in names]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
     """Options that describe a rank's tokens and the experts that they choose, except ``--traffic``."""

@@ -93,6 +93,10 @@ def simulate(
     sweep_tokens: Annotated[
         list[str] | None, typer.Option(help="Several numbers of tokens of a rank, with commas, in place of --tokens.")
     ] = None,
+    sweep_skew: Annotated[
+        list[str] | None,
+        typer.Option(help="With --traffic zipf: exponents of Zipf's law, with commas; 0 is even, 1 the default."),
+    ] = None,
     expert_bytes: Annotated[
         int, typer.Option(min=1, help="Weights of an expert, for replicas. Default: Qwen3-30B-A3B's in bfloat16.")
     ] = 9_437_184,
@@ -120,10 +124,13 @@ def simulate(
         return
     names = options.choose_names(of.systems or _DEFAULT_SYSTEMS, [], "systems")
     sizes = options.integers(sweep_tokens, "sweep-tokens") if sweep_tokens else [workload.tokens]
+    if sweep_skew and traffic != "zipf":
+        raise ValueError(f"--sweep-skew goes with --traffic zipf, not with {traffic}")
     cases = [
-        (cluster, demand_of_options(replace(workload, tokens=tokens), traffic, cluster))
+        (cluster, demand_of_options(replace(workload, tokens=tokens), traffic, cluster, skew))
         for cluster in of.clusters()
         for tokens in sizes
+        for skew in (options.numbers(sweep_skew, "sweep-skew") if sweep_skew else [1.0])
     ]
     results = [each for cluster, demand in cases for each in _simulate(cluster, demand, names, of)]
     console.print(table_of_results(results))
@@ -145,7 +152,7 @@ def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: Cluste
             yield simulate_one(cluster, demand, name, call, of.tier_of(demand.topology.world_size))
 
 
-def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster) -> Demand:
+def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster, skew: float = 1.0) -> Demand:
     """Return what moves on a cluster; experts are made a multiple of its ranks unless a trace has them."""
     from fusco.bench.simulation.laws import MOST_RANKS, demand_of, drawn_demand
 
@@ -162,7 +169,7 @@ def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: 
     if traffic not in REPLAYED and workload.num_experts % topology.world_size:
         experts = -(-workload.num_experts // topology.world_size) * topology.world_size
         workload = replace(workload, num_experts=experts)
-    return demand_of(workload.workloads([cast("Pattern", traffic)], topology)[0])
+    return demand_of(replace(workload.workloads([cast("Pattern", traffic)], topology)[0], skew=skew))
 
 
 def _check_papers(console: Console, json: Path | None) -> None:

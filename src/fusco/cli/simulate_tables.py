@@ -21,12 +21,16 @@ _NOTE = "[dim]predictions of a model: docs/simulation.md has its errors[/]"
 def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
     """Return a table with a row for each system and size: dispatch, combine, what binds."""
     one = results[0]
-    title = f"predicted on {one.cluster}: {one.traffic}; {one.bytes_per_row:,} bytes a row; ms"
+    traffic = one.traffic if len({each.traffic for each in results}) == 1 else one.traffic.partition(" ")[0]
+    title = f"predicted on {one.cluster}: {traffic}; {one.bytes_per_row:,} bytes a row; ms"
     names = ("system", "nodes x ranks", "tokens")
-    columns = (*names, "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
+    has_skew = len({each.skew for each in results}) > 1
+    skews = ("skew",) if has_skew else ()
+    columns = (*names, *skews, "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
     table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "what binds"))
     for dispatch, combine in zip(results[::2], results[1::2], strict=True):
-        shape = (f"{dispatch.nodes} x {dispatch.ranks_per_node}", f"{dispatch.tokens:,}")
+        shape = [f"{dispatch.nodes} x {dispatch.ranks_per_node}", f"{dispatch.tokens:,}"]
+        shape += [f"{dispatch.skew:g}"] if has_skew else []
         both = dispatch.makespan_ms + combine.makespan_ms
         times = [f"{each:.3f}" for each in (dispatch.makespan_ms, combine.makespan_ms, both, dispatch.bound_ms)]
         table.add_row(dispatch.system, *shape, *times, dispatch.tier, dispatch.binds)

@@ -186,7 +186,7 @@ class SweepView(View):
 
     kind: Literal["sweep"] = field(default="sweep", init=False)
     axis: str
-    places: list[int]
+    places: list[float]
     series: list[Series]
 
 

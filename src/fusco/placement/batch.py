@@ -77,6 +77,29 @@ class BatchPlan:
         """The same without copies."""
         return _over_mean(self.loads_before)
 
+    @property
+    def spared_rows(self) -> int:
+        """Rows that copies spare the busiest rank."""
+        return int(self.loads_before.max(initial=0) - self.loads.max(initial=0))
+
+    def break_even_tokens(self, num_tokens: int, copies_us: float, row_us: float) -> int | None:
+        """Return the tokens of all ranks from which on copies that nothing hides save more than they take.
+
+        Args:
+            num_tokens: of this batch, whose routing all batches have.
+            copies_us: time in which all copies arrive.
+            row_us: time in which an expert computes a row.
+
+        Returns:
+            ``None`` if copies save nothing.
+
+        >>> plan = plan_batch([50, 30, 10, 10], [0, 0, 1, 1], num_ranks=2, balance=Balance(spare_places=1, tolerance=0))
+        >>> plan.break_even_tokens(100, copies_us=6.0, row_us=0.1)
+        200
+        """
+        saved_us = self.spared_rows * row_us
+        return round(num_tokens * copies_us / saved_us) if saved_us else None
+
 
 def plan_batch(
     rows: npt.ArrayLike,

@@ -55,14 +55,20 @@ class ReplicaGain:
 
 
 def gains_of_parts(cluster: Cluster, demand: Demand, tier: Tier = "fluid") -> Iterator[PartGain]:
-    """Simulate dispatch and combine with and without each part of fusco."""
+    """Simulate dispatch and combine with and without each part of fusco, and with a second NIC for each rank."""
     times: dict[str, float] = {}
+
+    def both_ms(of: Cluster, name: str) -> float:
+        return sum(simulate(of, demand, name, call, tier).makespan_ms for call in ("dispatch", "combine"))
+
     for part, *systems in PARTS:
         for name in systems:
             if name not in times:
-                calls = (simulate(cluster, demand, name, call, tier) for call in ("dispatch", "combine"))
-                times[name] = sum(each.makespan_ms for each in calls)
+                times[name] = both_ms(cluster, name)
         yield PartGain(part=part, without_ms=times[systems[0]], with_ms=times[systems[1]])
+    doubled = cluster.with_values("two rails for each rank", nic_gbs=2 * cluster.nic_gbs)
+    part = "rails: a second NIC for each rank"
+    yield PartGain(part=part, without_ms=times["fusco"], with_ms=both_ms(doubled, "fusco"))
 
 
 def gain_of_replicas(cluster: Cluster, demand: Demand, expert_bytes: int, spare_places: int = 1) -> ReplicaGain | None:
@@ -81,17 +87,15 @@ def gain_of_replicas(cluster: Cluster, demand: Demand, expert_bytes: int, spare_
     rate = cluster.nvl_gbs if is_within else cluster.nic_gbs
     moved = np.concatenate((np.bincount(plan.ranks, minlength=shape[0]), np.bincount(home, minlength=shape[0])))
     weights_us = int(moved.max(initial=0)) * expert_bytes / rate / 1e3
-    saved_us = float(plan.loads_before.max() - plan.loads.max()) * cluster.row_us
-    tokens = int(demand.num_tokens.sum())
     return ReplicaGain(
         spare_places=spare_places,
         num_copies=len(plan.ranks),
         busiest_over_mean_before=plan.busiest_over_mean_before,
         busiest_over_mean=plan.busiest_over_mean,
-        saved_ms=saved_us / 1e3,
+        saved_ms=plan.spared_rows * cluster.row_us / 1e3,
         weights_ms=weights_us / 1e3,
         within_node=is_within,
-        break_even_tokens=round(tokens * weights_us / saved_us) if saved_us else None,
+        break_even_tokens=plan.break_even_tokens(int(demand.num_tokens.sum()), weights_us, cluster.row_us),
     )
 
 

@@ -40,6 +40,7 @@ class Demand:
         exact_pair_rows: int64 (R, R), (token, expert) pairs of a rank with each rank; ``None`` if unknown.
         expert_rows: int64 (E,), pairs of each expert; empty if unknown.
         expert_to_rank: int64 (E,), the owner of each expert.
+        skew: exponent of Zipf's law by which experts were chosen; ``None`` for other traffic.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Demand:
     exact_pair_rows: IntArray | None = None
     expert_rows: IntArray
     expert_to_rank: IntArray
+    skew: float | None = None
+    _traffic: dict[tuple[int, ...], Traffic] = field(default_factory=dict, repr=False)
     _chosen: dict[Any, Groups | Lanes] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -127,8 +130,10 @@ class Demand:
 
     def traffic_with(self, nic_shares: tuple[int, ...]) -> Traffic:
         """Return the rows between nodes for ranks whose NICs have these relative speeds."""
-        links = [nic_shares] * self.topology.num_nodes if nic_shares and len(set(nic_shares)) > 1 else None
-        return Traffic.from_counts(self.topology, self.node_rows, links)  # type: ignore[arg-type]
+        if nic_shares not in self._traffic:
+            links = [nic_shares] * self.topology.num_nodes if nic_shares and len(set(nic_shares)) > 1 else None
+            self._traffic[nic_shares] = Traffic.from_counts(self.topology, self.node_rows, links)  # type: ignore[arg-type]
+        return self._traffic[nic_shares]
 
     def chosen_by(self, balancer: str, nic_shares: tuple[int, ...]) -> Groups | Lanes:
         """Return what a balancer of fusco chooses for these rows, by name; it is asked once."""

@@ -108,16 +108,24 @@ class LinkTable:
         self, kind: str, src: IntArray, dst: IntArray, via: IntArray | None = None, until: IntArray | None = None
     ) -> IntArray:
         """Return the links of each flow, int64 (F, W), padded with -1; see ``Hop`` for the kinds."""
+        return np.stack(self.columns(kind, src, dst, via, until), axis=1)
+
+    def columns(
+        self, kind: str, src: IntArray, dst: IntArray, via: IntArray | None = None, until: IntArray | None = None
+    ) -> list[IntArray]:
+        """Return the columns of ``routes``."""
         none = np.full(len(src), -1)
         if kind == "memory":
-            return np.stack((self.first_of("memory") + src,), axis=1)
+            return [self.first_of("memory") + src]
         if kind == "within":
-            return np.stack(self._within(src, dst), axis=1)
+            return self._within(src, dst)
         receiver = dst if until is None else until
         sender = self._relayed(src if via is None else via, receiver)
         columns = [self.first_of("nic-out") + sender, self.first_of("nic-in") + receiver]
-        columns += [np.where(sender == src, none, column) for column in self._within(src, sender)]
-        columns += [np.where(receiver == dst, none, column) for column in self._within(receiver, dst)]
+        if sender is not src:
+            columns += [np.where(sender == src, none, column) for column in self._within(src, sender)]
+        if receiver is not dst:
+            columns += [np.where(receiver == dst, none, column) for column in self._within(receiver, dst)]
         node, local = np.array(self.topology.rank_to_node), np.array(self.topology.rank_to_local)
         if "rail-up" in self._blocks:
             same = local[sender] == local[receiver]
@@ -132,7 +140,7 @@ class LinkTable:
                 np.where(same, none, self.first_of(each) + leaf[end])
                 for each, end in (("leaf-up", sender), ("leaf-down", receiver))
             ]
-        return np.stack(columns, axis=1)
+        return columns
 
     def _within(self, src: IntArray, dst: IntArray) -> list[IntArray]:
         links = [self.first_of("nvl-out") + src, self.first_of("nvl-in") + dst]

@@ -87,6 +87,7 @@ class SimulationResult:
             (max-min rates) or ``"slices"`` (the same, slice by slice).
         ranks, nodes, ranks_per_node: of the cluster.
         tokens: of all ranks. bytes_per_row: of one row.
+        skew: exponent of Zipf's law by which experts were chosen; ``None`` for other traffic.
         makespan_ms: time of the slowest rank.
         bound_ms: time of the busiest link alone. binds: its name.
         num_flows, num_updates: of the simulation; 0 with tier ``"bound"``.
@@ -115,6 +116,7 @@ class SimulationResult:
     ranks_per_node: int
     tokens: int
     bytes_per_row: int
+    skew: float | None
     makespan_ms: float
     bound_ms: float
     binds: str

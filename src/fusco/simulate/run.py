@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fusco.core.compiled import compiled
 from fusco.core.lanes import Lanes
 from fusco.planner.balancer import BALANCERS
 from fusco.simulate.cluster import CONSTANTS, Cluster, check_same_shape
@@ -77,10 +78,16 @@ def _checked_flows(program: Program, table: LinkTable, cluster: Cluster, tier: s
 def _link_bytes(hop: Hop, table: LinkTable) -> FloatArray:
     """Return the bytes that a hop has for each link, float64 (L,)."""
     total = np.zeros(len(table.capacity))
-    for column in table.routes(hop.kind, hop.src, hop.dst, hop.via, hop.until).T:
-        used = column >= 0
-        total += np.bincount(column[used], hop.num_bytes[used], len(total))
+    for column in table.columns(hop.kind, hop.src, hop.dst, hop.via, hop.until):
+        _add_bytes(total, column, hop.num_bytes)
     return total
+
+
+@compiled()
+def _add_bytes(total: Any, links: Any, num_bytes: Any) -> None:
+    for flow in range(len(links)):
+        if links[flow] >= 0:
+            total[links[flow]] += num_bytes[flow]
 
 
 def bound_us(program: Program, hop_bytes: list[FloatArray], table: LinkTable) -> float:
@@ -140,6 +147,7 @@ def _result(of: _Run, demand: Demand, name: str, call: Call, tier: Tier) -> Simu
         ranks_per_node=demand.topology.ranks_per_node,
         tokens=int(demand.num_tokens.sum()),
         bytes_per_row=demand.bytes_per_row,
+        skew=demand.skew,
         makespan_ms=makespan_ms,
         bound_ms=bound_ms,
         binds=binds,

@@ -41,6 +41,19 @@ def test_a_sweep_has_a_line_for_each_size(tmp_path):
     assert {(record["nodes"], record["tokens"]) for record in records} == {(2, 64), (2, 256), (4, 128), (4, 512)}
 
 
+def test_a_sweep_over_skew_is_slower_where_experts_are_less_even(tmp_path):
+    out, page = tmp_path / "out.jsonl", tmp_path / "page.html"
+    sweep = ("--nodes", "2", "--systems", "nccl", "--traffic", "zipf", "--sweep-skew", "0,0.5,1.5")
+    done = run(*SMALL, *sweep, "--json", str(out))
+    assert done.exit_code == 0, done.output
+    records = [json.loads(line) for line in out.read_text().splitlines() if '"dispatch"' in line]
+    assert [record["skew"] for record in records] == [0, 0.5, 1.5]
+    times = [record["bound_ms"] for record in records]
+    assert times == sorted(times)
+    assert CliRunner().invoke(app, ("explore", str(out), "--out", str(page))).exit_code == 0
+    assert "over skew" in page.read_text()
+
+
 def test_many_ranks_are_answered_by_bounds(tmp_path):
     out = tmp_path / "out.jsonl"
     many = ("--cluster", "gb200-nvl72", "--nodes", "20", "--traffic", "skewed", "--systems", "no-lanes")
@@ -64,6 +77,8 @@ def test_an_export_is_written(tmp_path, suffix):
     [
         (("--cluster", "none"), "'none' is no file .toml and none of"),
         (("--nodes", "0"), "--nodes needs positive integers, got '0'"),
+        (("--sweep-skew", "1"), "--sweep-skew goes with --traffic zipf, not with uniform"),
+        (("--traffic", "zipf", "--sweep-skew", "-1"), "--sweep-skew needs numbers from 0 on, got '-1'"),
         (("--systems", "none"), "system 'none' is not one of"),
         (("--nodes", "200", "--traffic", "trace"), "--traffic trace is for at most 1024 ranks"),
         (("--measure", "cluster.toml"), "run it under torchrun"),

@@ -118,22 +118,23 @@ def test_fitted_rows_are_last_and_no_test():
 
 
 def sweep(times, axis="nodes"):
-    """Results of systems at 2, 4 and 8 nodes, or tokens a rank; ``None`` is no result."""
+    """Results of systems at 2, 4 and 8 nodes, tokens a rank, or of skew; ``None`` is no result."""
     return [
-        simulation(system, makespan_ms=ms, **({"nodes": place} if axis == "nodes" else {"tokens": 4 * place}))
+        simulation(system, makespan_ms=ms, **{axis: 4 * place if axis == "tokens" else place})
         for system, of_system in times.items()
         for place, ms in zip((2, 4, 8), of_system, strict=True)
         if ms is not None
     ]
 
 
-def test_a_sweep_over_nodes_or_tokens_has_a_view_and_the_rest_is_of_one_size():
-    for axis, named in (("nodes", "nodes"), ("tokens", "tokens a rank")):
+def test_a_sweep_has_a_view_and_the_rest_is_of_one_size():
+    for axis, named in (("nodes", "nodes"), ("tokens", "tokens a rank"), ("skew", "skew")):
         views = views_of(*sweep({"fusco": (1.0, 2.0, 4.0), "nccl": (3.0, 2.0, None)}, axis))
         view = views["sweep"]
         assert (view.axis, view.places) == (named, [2, 4, 8])
         assert {each.name: each.ms for each in view.series} == {"fusco": [1.0, 2.0, 4.0], "nccl": [3.0, 2.0, None]}
-        assert view.title == f"None is faster than fusco; the next takes 3.0 times as long at 2 {named}"
+        where = "skew 2.0" if axis == "skew" else f"2 {named}"
+        assert view.title == f"None is faster than fusco; the next takes 3.0 times as long at {where}"
         assert [run.variant for run in views["runs"].runs] == ["fusco", "nccl"]
 
 

@@ -208,6 +208,7 @@ def test_parts_and_replicas_are_told():
     gains = {each.part.partition(":")[0]: each for each in gains_of_parts(cluster, demand)}
     assert gains["deduplication"].gain > 1.1
     assert gains["lanes"].gain > 0.99
+    assert 1.0 < gains["rails"].gain <= 2.0
     replicas = gain_of_replicas(cluster, demand, expert_bytes=10**6)
     assert replicas.busiest_over_mean <= replicas.busiest_over_mean_before
     assert describe_binding(demand, "nic-in of rank 3") == "the network: nic-in of rank 3, node 1, as receiver"

@@ -100,6 +100,7 @@ def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
 class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
+    With pattern ``"zipf"`` expert ``i`` (from 1) is as popular as ``i ** -skew``: 0 is even, 1 Zipf's law.
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
     Raises ``ValueError`` if pattern and shapes do not fit together.
     """
@@ -112,6 +113,7 @@ class Workload:
     num_topk: int
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
+    skew: float = 1.0
     trace: Trace | None = None
     batch: Batch | None = None
 
@@ -185,10 +187,10 @@ class Workload:
             none = torch.full((self.tokens, self.num_topk), -1, device="cpu")
             return none.index_fill_(1, torch.tensor([0], device="cpu"), 0)
         if self.pattern == "zipf":
-            # Gumbel's trick draws without replacement, by a popularity of 1 / (expert + 1).
+            # Gumbel's trick draws without replacement, by a popularity of (expert + 1) ** -skew.
             gumbel = -_uniform((self.tokens, num_experts), generator).log().neg().log()
             popularity = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
-            return (gumbel - popularity).topk(self.num_topk, dim=1).indices
+            return (gumbel - self.skew * popularity).topk(self.num_topk, dim=1).indices
         is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool, device="cpu")
         if self.pattern == "one-rank":
             is_allowed &= torch.tensor(self.placement.expert_to_rank, device="cpu") == 0

@@ -29,8 +29,10 @@ def demand_of(workload: Workload) -> Demand:
     if factor > 1:
         workload = replace(workload, tokens=drawn)
     routing = [workload.routing(rank).topk_idx for rank in range(topology.world_size)]
-    name = pattern if factor == 1 else f"{pattern}, {drawn} of {tokens} tokens of a rank drawn"
+    name = pattern if workload.skew == 1 else f"{pattern} with exponent {workload.skew:g}"
+    name += "" if factor == 1 else f", {drawn} of {tokens} tokens of a rank drawn"
     demand = Demand.of_routing(name, routing, workload.placement, topology, workload.bytes_per_token)
+    demand = replace(demand, skew=workload.skew if pattern == "zipf" else None)
     return demand if factor == 1 else scaled(demand, factor)
 
 
@@ -48,6 +50,7 @@ def scaled(demand: Demand, factor: float) -> Demand:
         exact_rank_rows=None if demand.exact_rank_rows is None else times(demand.exact_rank_rows),
         exact_pair_rows=None if demand.exact_pair_rows is None else times(demand.exact_pair_rows),
         expert_rows=times(demand.expert_rows),
+        _traffic={},
         _chosen={},
     )
 

@@ -1,7 +1,8 @@
-"""Published results beside predictions: ``fusco simulate --check papers``.
+"""Published results, and our own on 4 GPUs, beside predictions: ``fusco simulate --check papers``.
 
-``papers.json`` has results of FUSCO and FAST as published, with their role: rows that constants were trained on, rows
-that are held out, rows that no constant explains. ``residuals.json`` has the errors when this was last committed.
+``papers.json`` has results of FUSCO, FAST and FuseLink as published, and of our runs, with their role: rows that
+constants were trained on, rows that are held out, rows that no constant explains. ``residuals.json`` has the errors
+when this was last committed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from fusco.bench.simulation.laws import grouped_gate, imbalanced
+from fusco.bench.inputs.traffic import Trace, Workload
+from fusco.bench.simulation.laws import demand_of, grouped_gate, imbalanced
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.schedule import lower_bound_bytes, make_schedule, schedule_us
 from fusco.simulate import Cluster, Demand, load_cluster, simulate
 from fusco.simulate.exchanges import links_of
+from fusco.simulate.flows import Hop, Program, lay_out, run
+from fusco.simulate.links import LinkTable
 from fusco.simulate.run import Tier
 
 _NUM_DRAWS = 5  # of FAST's matrices; the median counts
@@ -129,6 +133,32 @@ def _fusco_demand(pattern: str) -> Demand:
     return Demand.of_routing(pattern, ids, placement, topology, _ROW)
 
 
+def _shuffle_ms(row: dict[str, Any]) -> float:
+    """One call of fusco on 4 GPUs, ms; ``values`` are constants that a run has for itself."""
+    nodes, ranks_per_node = row["shape"]
+    cluster = load_cluster(row["cluster"]).resized(nodes, ranks_per_node)
+    cluster = cluster.with_values("of the run", **row.get("values", {}))
+    sizes = {name: row[name] for name in ("pattern", "tokens", "hidden")}
+    workload = Workload(
+        **sizes,
+        topology=cluster.topology,
+        placement=ExpertPlacement.contiguous(row["experts"], cluster.topology.world_size),
+        num_topk=row["topk"],
+        trace=Trace.load(None, None, 0) if row["pattern"] == "trace" else None,
+    )
+    return simulate(cluster, demand_of(workload), "no-lanes", row["call"]).makespan_ms
+
+
+def _relayed_gbs(row: dict[str, Any]) -> float:
+    """FuseLink's bandwidth between two GPUs, GB/s: over some NICs of their hosts, all but one behind NVLink."""
+    table, number = LinkTable(load_cluster("fuselink")), np.arange(row["nics"])
+    src, there = np.zeros_like(number), table.topology.ranks_per_node + number
+    size = np.full(len(number), 10**9)
+    hop = Hop(name="relayed", kind="between", src=src, dst=src + there[0], num_bytes=size, via=number, until=there)
+    outcome = run(lay_out(Program(hops=(hop,)), table), table)
+    return float(outcome.samples[0, table.slice_of("nic-out")].sum() / outcome.sample_us / 1e3)
+
+
 def fast_matrix(entries: str, num_ranks: int, mb_per_rank: float, skew: float, seed: int) -> IntArray:
     """Return bytes from rank to rank as FAST draws them: equal; uniform in 0..1023; or 1..1024 with Zipf's law."""
     random, shape = np.random.default_rng(seed), (num_ranks, num_ranks)
@@ -184,6 +214,8 @@ def _worst_case(row: dict[str, Any]) -> float:
 
 _KINDS: dict[str, Callable[[dict[str, Any]], float]] = {
     "fusco": _fusco_ms,
+    "shuffle": _shuffle_ms,
+    "relayed": _relayed_gbs,
     "fast": _fast_gbs,
     "over-bound": _over_bound,
     "worst-case": _worst_case,

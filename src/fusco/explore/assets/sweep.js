@@ -1,4 +1,4 @@
-// Times of systems over the number of nodes, or of tokens.
+// Times of systems over the number of nodes, of tokens, or the skew.
 
 /** @typedef {{name: string, ms: (number | null)[]}} Series */
 /** @typedef {View & {kind: "sweep", axis: string, places: number[], series: Series[]}} SweepView */
@@ -13,13 +13,14 @@ function drawSweep(view) {
   const ends = series.map(({ name, ms }) => `${name} ${digits(ms.findLast((each) => each !== null) ?? 0)}`);
   const between = `${digits(places[0])} to ${digits(places[places.length - 1])} ${view.axis}`;
   const floor = PLOT.top + PLOT.height;
-  const across = Math.log(places[places.length - 1] / places[0]);
+  const distance = (/** @type {number} */ place) => (places[0] > 0 ? Math.log(place / places[0]) : place);
+  const share = (/** @type {number} */ place) => distance(place) / distance(places[places.length - 1]);
   const made = picture(
     `Times over ${between}; at the end, in ms: ${ends.join(", ")}`,
     () => floor + PLOT.bottom,
     (context, width) => {
       const room = width - PLOT.left - PLOT.right;
-      const x = (/** @type {number} */ place) => PLOT.left + (room * Math.log(place / places[0])) / across;
+      const x = (/** @type {number} */ place) => PLOT.left + room * share(place);
       const y = (/** @type {number} */ ms) => floor - (PLOT.height * ms) / largest;
       drawSweepAxes(context, view, largest, x, y, width - PLOT.right);
       series.forEach(({ ms }, i) => {
@@ -38,8 +39,8 @@ function drawSweep(view) {
     },
   );
   explain(made.canvas, (pointer) => {
-    const share = (pointer - PLOT.left) / (made.box.clientWidth - PLOT.left - PLOT.right);
-    const distances = places.map((place) => Math.abs(Math.log(place / places[0]) / across - share));
+    const pointed = (pointer - PLOT.left) / (made.box.clientWidth - PLOT.left - PLOT.right);
+    const distances = places.map((place) => Math.abs(share(place) - pointed));
     const at = distances.indexOf(Math.min(...distances));
     const times = series.map(({ name, ms }) => `${name} ${ms[at] === null ? "-" : `${digits(Number(ms[at]))} ms`}`);
     return [`${digits(places[at])} ${view.axis}`, ...times].join("\n");

@@ -1,0 +1,155 @@
+"""``python timed_calls.py CASES PATH``: a rank that times calls; rank 0 prints a line of JSON for each round of cases.
+
+CASES is JSON: a list of rounds, each a list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank,
+``pattern`` and ``tokens``, or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. A
+line has for each case the least ms of each call on the slowest rank, and the share of their time that the cores were
+busy. Noise only lengthens calls: they are repeated until each has taken at most NEAR of what is expected, MOST_CALLS
+times at most. Between two rounds, whose rates differ, ranks wait until PATH followed by the round's number exists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fusco
+from fusco.bench.harness.stopwatch import CoreTimes
+from fusco.bench.inputs.matrices import make_rank_bytes
+from fusco.bench.inputs.traffic import Trace, Workload
+from fusco.core.environment import RAILS_VARIABLE
+from fusco.core.placement import ExpertPlacement
+from fusco.core.topology import Topology
+
+NUM_EXPERTS, NUM_TOPK, HIDDEN = 128, 2, 4096  # two copies of a row: what cores do is small beside the network
+MOST_CALLS, NEAR = 6, 1.04
+BALANCERS = {"fusco": "lanes", "no-lanes": "send-and-receive"}  # by name of the simulator's system
+
+Case = dict[str, Any]
+
+
+def topology_of(case: Case) -> Topology:
+    num_hosts, ranks_per_host = case["shape"]
+    return Topology.of_equal_nodes(num_hosts * ranks_per_host, ranks_per_host)
+
+
+def workload_of(case: Case) -> Workload:
+    """Return the input of a case, the same in every process."""
+    topology, trace = topology_of(case), None
+    if case["pattern"] == "trace":
+        whole = Trace.load(None, None, 0)
+        trace = Trace(whole.topk_idx[:, :NUM_TOPK], whole.name)
+    return Workload(
+        pattern=case["pattern"],
+        topology=topology,
+        placement=ExpertPlacement.contiguous(NUM_EXPERTS, topology.world_size),
+        tokens=case["tokens"],
+        hidden=HIDDEN,
+        num_topk=NUM_TOPK,
+        trace=trace,
+    )
+
+
+def matrix_of(case: Case) -> Any:
+    """Return the bytes from rank to rank of an all-to-all."""
+    return make_rank_bytes(case["matrix"], topology_of(case).world_size, case["bytes"], skew=0.8)
+
+
+class Rank:
+    """A rank in all cases; communicators are made once."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self.rank, self.rails = dist.get_rank(), os.environ.get(RAILS_VARIABLE, "").split(",")
+        self.most_tokens = max(case.get("tokens", 1) for case in cases)
+        sizes = sorted({topology_of(case).world_size for case in cases})
+        self.groups = {size: dist.new_group(range(size)) for size in sizes}
+        self.comms: dict[Any, fusco.Communicator] = {}
+
+    def comm(self, size: int, num_rails: int, balancer: str) -> fusco.Communicator:
+        if (key := (size, num_rails, balancer)) not in self.comms:
+            os.environ[RAILS_VARIABLE] = ",".join(self.rails[:num_rails]) if num_rails > 1 else ""
+            self.comms[key] = fusco.Communicator(
+                self.groups[size],
+                num_experts=NUM_EXPERTS,
+                num_topk=NUM_TOPK,
+                hidden=HIDDEN,
+                max_tokens_per_rank=self.most_tokens,
+                balancer=balancer,
+                settings=fusco.Settings(timeout_s=30.0),
+            )
+        return self.comms[key]
+
+    def calls(self, case: Case) -> list[Callable[[], dict[str, float]]]:
+        """Return functions that make calls and return their ms: an all-to-all, or a dispatch and a combine each."""
+        size = topology_of(case).world_size
+        comm = partial(self.comm, size, case["rails"])
+        if "matrix" in case:
+            matrix = torch.from_numpy(matrix_of(case))
+            sent, received = matrix[self.rank].tolist(), matrix[:, self.rank].tolist()
+            data, output = (torch.zeros(sum(sizes), dtype=torch.uint8) for sizes in (sent, received))
+            exchange = partial(comm("lanes").all_to_all, output, data, received, sent)
+            return [lambda: {"fast dispatch": timed(self.groups[size], exchange)[0]}]
+        x, ids = torch.ones(case["tokens"], HIDDEN, dtype=torch.bfloat16), workload_of(case).routing(self.rank).topk_idx
+
+        def shuffle(system: str) -> dict[str, float]:
+            of = comm(BALANCERS[system])
+            dispatch_ms, there = timed(self.groups[size], lambda: of.dispatch(x, ids))
+            combine_ms, _ = timed(self.groups[size], lambda: of.combine(there.rows, there.handle))
+            return {f"{system} dispatch": dispatch_ms, f"{system} combine": combine_ms}
+
+        systems = dict.fromkeys(name.split()[0] for name in case["expected"])
+        return [partial(shuffle, system) for system in systems]
+
+    def times(self, case: Case) -> dict[str, Any]:
+        """Return the least ms of each call, and how busy cores were; nothing on ranks that have no part in it."""
+        dist.barrier()
+        size = topology_of(case).world_size
+        if self.rank >= size:
+            return {}
+        before, least = CoreTimes.now(), dict[str, float]()
+        for call in self.calls(case):
+            for _ in range(MOST_CALLS):
+                took = call()
+                least |= {name: min(ms, least.get(name, ms)) for name, ms in took.items()}
+                if all(least[name] <= NEAR * case["expected"][name] for name in took):
+                    break
+        cores = CoreTimes.now().since(before)
+        return {"ms": least, "busy": cores.busy_s / cores.all_s}
+
+
+def timed(group: dist.ProcessGroup, function: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the ms of a call on the slowest rank, and its result."""
+    dist.barrier(group)
+    begin = time.perf_counter()
+    result = function()
+    took_ms = torch.tensor(1e3 * (time.perf_counter() - begin))
+    dist.all_reduce(took_ms, dist.ReduceOp.MAX, group=group)
+    return float(took_ms), result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rounds = json.loads(sys.argv[1])
+    this = Rank([case for cases in rounds for case in cases])
+    for number, cases in enumerate(rounds):
+        while number and not Path(f"{sys.argv[2]}{number}").exists():
+            time.sleep(0.01)
+        results = [this.times(case) for case in cases]
+        if this.rank == 0:
+            sys.stdout.write(json.dumps(results) + "\n")
+            sys.stdout.flush()
+    for comm in this.comms.values():
+        comm.close()
+
+
+if __name__ == "__main__":
+    main()
