@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformers: pip install 'transformers>=5.9'")
 
 import fsdp_page_jobs as jobs
+
 from snippets import python_of
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
@@ -14,5 +15,6 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 @pytest.mark.parametrize("page", jobs.GIVEN)
 def test_snippets_of_the_page_run(two, page):
-    assert (snippets := python_of(page))
+    snippets = python_of(page)
+    assert snippets
     two.run(jobs.run_snippets, page, snippets)

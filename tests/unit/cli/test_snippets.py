@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 from command_line import run
-from snippets import PAGES, ROOT, python_of, snippets_of
 
 from fusco.cli.main import app
+from snippets import PAGES, ROOT, python_of, snippets_of
 
 MAX_FRAGMENTS = 9
 SHOWN = {"text", "toml", "yaml"}  # output and files, which nothing runs

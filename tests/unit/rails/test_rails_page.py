@@ -7,9 +7,9 @@ from threading import Thread
 
 import numpy as np
 from rails_ends import RAILS, random_bytes
-from snippets import python_of
 
 import fusco.rails
+from snippets import python_of
 
 
 def test_the_snippets_of_rails_run(monkeypatch):
