@@ -70,7 +70,9 @@ def _cpu_table(records: Sequence[ShuffleRecord]) -> ResultTable:
         if name == "bound_ms" and not first.bound_ms:
             continue
         unit, scale = ("ms", 1.0) if name.endswith("_ms") else ("MB", 1e-6)
-        cells = [f"{getattr(record, name) * scale:,.2f} {unit}" if _is_known(record, name) else "-" for record in records]
+        cells = [
+            f"{getattr(record, name) * scale:,.2f} {unit}" if _is_known(record, name) else "-" for record in records
+        ]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
