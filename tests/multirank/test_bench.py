@@ -82,6 +82,7 @@ def test_a_scheme_of_the_caller_is_verified_and_measured(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     ours, own = map(json.loads, out.read_text().splitlines())
     assert (own["variant"], own["verified"], own["balancer"]) == ("own_scheme:Ring", True, "none")
+    assert re.search(r"rows within nodes +│ +[\d.]+ MB │ +- │", done.output)  # nobody has counted them
     assert min(ours["total_ms"], own["total_ms"]) > 0
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="the site is built with fusco[docs]")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("", "start/communication/", "start/cluster/", "integrations/", "performance/cuda/", "api/fusco/", "design/")
+PAGES = ("", "start/communication/", "start/cluster/", "frameworks/", "performance/cuda/", "api/fusco/", "design/")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

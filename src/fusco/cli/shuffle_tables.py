@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord, VariantRecord, gains_of
-from fusco.bench.shuffle.variants import VARIANTS
+from fusco.bench.shuffle.variants import VARIANTS, is_of_caller
 from fusco.cli.reports import Column, table_of
 from fusco.cli.tables import ResultTable, describe_origin, verified_cell
 
@@ -30,6 +30,8 @@ _FIGURES = {
     "lane_row_bytes": "  read to send them for others",
     "metadata_bytes": "metadata between nodes",
 }
+
+_OF_ALL = ("dispatch_ms", "combine_ms", "total_ms", "bound_ms", "internode_row_bytes_lower_bound")
 
 
 def table_of_records(records: Sequence[Any]) -> ResultTable:
@@ -68,13 +70,20 @@ def _cpu_table(records: Sequence[ShuffleRecord]) -> ResultTable:
         if name == "bound_ms" and not first.bound_ms:
             continue
         unit, scale = ("ms", 1.0) if name.endswith("_ms") else ("MB", 1e-6)
-        cells = [f"{getattr(record, name) * scale:,.2f} {unit}" for record in records]
+        cells = [
+            f"{getattr(record, name) * scale:,.2f} {unit}" if _is_known(record, name) else "-" for record in records
+        ]
         if has_ratio:
             fusco, baseline = (getattr(by_name[variant], name) for variant in ("fusco", "baseline"))
             cells.append(f"{baseline / fusco:.2f}" if fusco else "-")
         table.add_row(label, *cells, end_section=name == "rearranging_ms")
     table.add_row("verified", *(verified_cell(record.is_right) for record in records))
     return table
+
+
+def _is_known(record: ShuffleRecord, figure: str) -> bool:
+    """Return whether a figure is measured: of a variant of the caller, which is not looked into, few are."""
+    return figure in _OF_ALL or not is_of_caller(record.variant)
 
 
 def _title(one: VariantRecord, where: str) -> str:

@@ -1,7 +1,7 @@
 """Constants and pure functions that fix launch shapes, slice sizes and polling.
 
 They were measured on 2 NVIDIA H200 (132 SMs), torch 2.11, CUDA 13.0, 2026-11-22, with
-``fusco bench shuffle --device cuda``: docs/lab/launch-shapes.md has the values that were tried, what each took, and
+``fusco bench shuffle --device cuda``: docs/data/launch-shapes.jsonl has the values that were tried, what each took, and
 which constants were not measured.
 """
 
