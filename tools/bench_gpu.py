@@ -31,6 +31,12 @@ PARTS: dict[str, tuple[str, float]] = {
         for n in (128, 1024, 8192)
     },
     "prefill": ("bench prefill --device cuda --layers 24 --routing trace --iterations 10", 150.0),
+    # With balance the time should not grow with the skew, the busiest rank over the mean: at most the number of GPUs.
+    "balance": (
+        "bench prefill --device cuda --layers 4 --routing skew1,skew1.5,skew2,skew4 --batches 1 --variants fusco "
+        "--balance --spare-places 4 --iterations 10",
+        150.0,
+    ),
     **{
         f"decode-{dtype}": (f"bench decode --device cuda --dtype {dtype} --tokens 1,8,32,64,128", 150.0)
         for dtype in ("bfloat16", "fp8")
@@ -71,7 +77,8 @@ def _line(name: str, record: Mapping[str, Any]) -> str:
     if record.get("kind") == "prefill":  # all layers, and the time to the first token
         cells = [record["variant"], *(f"{record[f'{verb}_ms']:.2f}" for verb in ("dispatch", "combine"))]
         verified = "yes" if record["verified"] else "NO"
-        return f"| {name} | {' | '.join(cells)} | {record['batch']}: {record['ttft_ms']:.1f} | | | {verified} |"
+        case = f"{record['routing']}, {record['batch']}: {record['ttft_ms']:.1f}"
+        return f"| {name} | {' | '.join(cells)} | {case} | | | {verified} |"
     if record.get("kind") == "bench.decode":  # a step
         case = f"{record['tokens']} tokens in {record['micro_batches']}: {record['tpot_ms']:.3f}"
         return f"| {name} | {record['variant']} | | | {case} | | | {'yes' if record['verified'] else 'NO'} |"

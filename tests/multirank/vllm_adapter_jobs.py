@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import os
+from typing import ClassVar
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from adapter_jobs import HIDDEN, NUM_LOCAL, dense, expert, layer_input
@@ -66,8 +68,12 @@ class FrozenExperts:
         y = torch.full(rows.shape, float("nan"))
         for row in (local >= 0).nonzero()[:, 0].tolist():
             scale = scales if scales is None or len(scales) == 1 else scales[row]
-            y[row] = expert(dequantized(rows[row], scale), int(ids[row, 0]))
+            y[row] = expert(dequantized(rows[row], scale), self.logical(int(ids[row, 0])))
         return y[:, None] if self.is_delegating else y * weights
+
+    def logical(self, number: int) -> int:
+        """The expert in a place: the same number, unless there are redundant ones."""
+        return number
 
 
 class WeighingExperts(FrozenExperts):
@@ -144,6 +150,42 @@ def vllm_layers(group: dist.ProcessGroup, backend: str, placement: str) -> dict[
                     errors[name] = max(errors[name], float(error.max()) if len(x) else 0.0)
         kernel.prepare_finalize._rows.comms.abort()
     return errors
+
+
+class RedundantExperts(FrozenExperts):
+    """The experts that EPLB has put into physical ones."""
+
+    physical_to_logical: ClassVar[list[int]] = []
+
+    def logical(self, number: int) -> int:
+        return self.physical_to_logical[number]
+
+
+def vllm_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
+    """The largest error of a layer whose experts EPLB moves between steps; ids are physical, of any replica."""
+    rank, size, largest = group.rank(), group.size(), 0.0
+    num_physical, num_logical = NUM_LOCAL * size, NUM_LOCAL * size - size // 2
+    expert_map, config = expert_map_of("linear", rank, size), QUANTIZED["unquantised"]
+    with frozen(group), mock.patch.dict(os.environ, {"VLLM_PLUGINS": "fusco"}):
+        from vllm import forward_context
+        from vllm.model_executor.layers.fused_moe.oracle import fp8
+
+        plugins.load_into_vllm()
+        backend = moe_config("allgather_reducescatter", num_physical)
+        kernel = make_moe_kernel(fp8, backend, RedundantExperts, config)
+        for number in range(num_placements):
+            random = np.random.default_rng(number)
+            redundant = random.integers(0, num_logical, num_physical - num_logical)
+            placed = random.permutation([*range(num_logical), *redundant])
+            RedundantExperts.physical_to_logical = placed.tolist()
+            forward_context.state.tokens = [7 + number] * size
+            x, ids, weights = layer_input(rank, num_logical, 7 + number)
+            replicas = [np.flatnonzero(placed == expert) for expert in range(num_logical)]
+            physical = [[-1 if each < 0 else random.choice(replicas[each]) for each in row] for row in ids.tolist()]
+            out = kernel.apply(x, weights, torch.tensor(physical), num_physical, expert_map)
+            largest = max(largest, float((out - expected_sums(x, ids, weights, config)).abs().max()))
+        kernel.prepare_finalize._rows.comms.abort()
+    return largest
 
 
 def vllm_micro_batches(group: dist.ProcessGroup, backend: str) -> float:

@@ -96,10 +96,11 @@ def test_a_training_run_has_one_line(tool, tmp_path):
 
 def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
     record = {"kind": "prefill", "variant": "torch", "dispatch_ms": 1.0, "combine_ms": 2.0, "verified": True}
+    record["routing"] = "skew2"
     records = [{"kind": "skipped", "variant": "deep_ep"}, {**record, "batch": "skewed: 8, 1", "ttft_ms": 33.333}]
     (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(each) + os.linesep for each in records))
     lines = tool.summarize(tmp_path, {"prefill": tool.Outcome("done", 1.0)}).splitlines()
-    assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skewed: 8, 1: 33.3 | | | yes |"]
+    assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skew2, skewed: 8, 1: 33.3 | | | yes |"]
 
 
 def test_a_decode_has_a_line_for_each_variant(tool, tmp_path):

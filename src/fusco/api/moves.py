@@ -24,11 +24,10 @@ from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
 from fusco.engine.base import Pending
 from fusco.placement.batch import Balance, BatchPlan, IntArray
-from fusco.placement.move_steps import MoveSteps
+from fusco.placement.move_steps import MoveSteps, fast_step_bytes
 from fusco.placement.moves import MovePlan, Placement, as_places
 from fusco.placement.placement import PlannedPlacement
 
-_PACE = Pace(step_bytes=64 << 20)  # of a move that the caller waits for
 Weights = Sequence[torch.Tensor]
 Load = Callable[[int], Weights]  # of one expert
 
@@ -121,7 +120,7 @@ class ExpertMoves(Exchanges):
 
         On CUDA the host waits for the device once, before the new experts are put into their places.
         """
-        self.start_moving_experts(weights, old, new, targets=targets, load=load, pace=_PACE).wait()
+        self._start_move(weights, old, new, targets, load, None).wait()
 
     @uncompiled
     def start_moving_experts(
@@ -148,21 +147,7 @@ class ExpertMoves(Exchanges):
             pace: size of a step, and the share of time; ``None`` means the defaults. Steps must be of the same size on
                 all ranks.
         """
-        pace = pace or Pace()
-        with self.rejecting():
-            self._require_eager("move_experts")
-            placements = self._of_members(old, "old"), self._of_members(new, "new")
-            rank = self._validator.rank
-            move = PlacementMove.of(placements, self.topology, rank, weights, targets, load)
-            self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
-            name = "weights" if move.is_in_place else "targets"
-            self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
-            steps = MoveSteps(move.plan, pace.step_bytes)
-        fields = {**move.fields, "step_bytes": pace.step_bytes}
-        self._agree(CollectiveFingerprint("move_experts", fields))
-        transfers = RankTransfers(steps, rank, move.read, self._validator.device)
-        end = partial(self._end_move, partial(move.put, transfers.arrived))
-        return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
+        return self._start_move(weights, old, new, targets, load, pace or Pace())
 
     @uncompiled
     def prefetch_experts(self, weights: Weights, plan: BatchPlan, spare_places: int) -> tuple[torch.Tensor, ...]:
@@ -218,6 +203,32 @@ class ExpertMoves(Exchanges):
         way_back = partial(self._return_gradients, copies, [(each.shape, each.dtype) for each in like])
         return tuple(PrefetchExperts.apply(Prefetched(spares), way_back, *weights))  # type: ignore[no-untyped-call]
 
+    def _start_move(
+        self,
+        weights: Weights | None,
+        old: Placement,
+        new: Placement,
+        targets: Weights | None,
+        load: Load | None,
+        pace: Pace | None,
+    ) -> MoveTask:
+        """Begin a move at a pace, or as fast as possible."""
+        with self.rejecting():
+            self._require_eager("move_experts")
+            placements = self._of_members(old, "old"), self._of_members(new, "new")
+            rank = self._validator.rank
+            move = PlacementMove.of(placements, self.topology, rank, weights, targets, load)
+            self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
+            name = "weights" if move.is_in_place else "targets"
+            self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
+            pace = pace or Pace(step_bytes=fast_step_bytes(move.plan))
+            steps = MoveSteps(move.plan, pace.step_bytes)
+        fields = {**move.fields, "step_bytes": pace.step_bytes}
+        self._agree(CollectiveFingerprint("move_experts", fields))
+        transfers = RankTransfers(steps, rank, move.read, self._validator.device)
+        end = partial(self._end_move, partial(move.put, transfers.arrived))
+        return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
+
     def _of_members(self, placement: Placement, name: str) -> IntArray:
         """Return the places of the ranks that are left; ``ValueError`` if absent ones are to have experts."""
         places, members = as_places(placement, name), self._validator.members
@@ -253,7 +264,7 @@ class ExpertMoves(Exchanges):
     ) -> dict[int, list[torch.Tensor]]:
         """Run all steps of moves; return what has arrived here, by transfer."""
         transfers = RankTransfers(
-            MoveSteps(moves, _PACE.step_bytes), self._validator.rank, read, self._validator.device
+            MoveSteps(moves, fast_step_bytes(moves)), self._validator.rank, read, self._validator.device
         )
         for step in range(transfers.num_steps):
             request = transfers.request(step)

@@ -122,10 +122,8 @@ class Owners:
         plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
         self._batch = None
         if len(plan.experts):
-            placed = placement.with_copies(plan.experts.tolist(), plan.ranks.tolist())
-            tables = OwnerTables.of(placed, self._validator.rank, topology, is_planned=True)
-            quotas = _quotas(placement, plan, counts, tables)
-            self._batch = tables, tables.divide_rows(counts[:, tables.divided], quotas)
+            tables = OwnerTables.of(placement, self._validator.rank, topology, (plan.experts, plan.ranks))
+            self._batch = tables, tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
         return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
 
     def place(self, given: object) -> None:
@@ -243,16 +241,14 @@ def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:
             raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")
 
 
-def _quotas(placement: ExpertPlacement, plan: BatchPlan, counts: IntArray, tables: OwnerTables) -> IntArray:
+def _quotas(plan: BatchPlan, tables: OwnerTables) -> IntArray:
     """Return the rows of each owner of an expert that is copied, int64 (C,); 0 for others."""
-    rows, moved = counts.sum(axis=0), np.zeros(placement.num_experts, np.int64)
-    np.add.at(moved, plan.experts, plan.rows)
-    by_pair = dict(zip(zip(plan.experts.tolist(), plan.ranks.tolist(), strict=True), plan.rows.tolist(), strict=True))
-    quotas = np.zeros(len(tables.owners), np.int64)
-    for expert in tables.divided.tolist():
-        for owner in range(tables.expert_to_first[expert], tables.expert_to_first[expert + 1]):
-            pair = expert, int(tables.owner_to_rank[owner])
-            quotas[owner] = by_pair.get(pair, rows[expert] - moved[expert])
+    left, num_ranks = plan.rows_per_expert.copy(), len(plan.loads)
+    np.subtract.at(left, plan.experts, plan.rows)
+    experts = np.repeat(np.arange(tables.num_experts), np.diff(tables.expert_to_first))  # of the owners
+    quotas = np.where(tables.expert_to_divided[experts] >= 0, left[experts], 0)
+    pairs = experts * num_ranks + tables.owner_to_rank  # ascending
+    quotas[np.searchsorted(pairs, plan.experts * num_ranks + plan.ranks)] = plan.rows
     return quotas
 
 

@@ -251,19 +251,6 @@ class ExpertPlacement:
             places, shares, num_experts=self.num_experts, may_lose=bool(self.lost_experts)
         )
 
-    def with_copies(self, experts: Sequence[int], ranks: Sequence[int]) -> ExpertPlacement:
-        """Return this placement with expert ``experts[i]`` in the next empty place of rank ``ranks[i]``, too.
-
-        Raises ``ValueError`` if a rank has no empty place left, or has the expert already.
-
-        >>> ExpertPlacement.replicated([[0, -1], [1, -1]]).with_copies([0], [1]).physical_to_logical
-        ((0, -1), (1, 0))
-        """
-        rows = [list(row) for row in self.rank_to_experts]
-        for expert, rank in zip(experts, ranks, strict=True):
-            rows[rank][rows[rank].index(-1)] = expert
-        return ExpertPlacement.replicated(rows, num_experts=self.num_experts, may_lose=bool(self.lost_experts))
-
     @property
     def has_places(self) -> bool:
         """True if experts are in places: with replicas, or in any order."""

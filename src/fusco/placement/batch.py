@@ -20,7 +20,10 @@ from fusco.core.integers import check_integer
 
 IntArray = npt.NDArray[np.int64]
 _NUM_CAPS = 12  # tried between the aim and the busiest rank of today
-_NUM_WAYS = 4  # of `_hold`
+_NUM_RULES = 4  # of the ways of `_hold`: those without random choices
+_ANY = 2  # rule that takes any giver or taker
+_NUM_TRIES = 2048  # with random choices, over the square of the number of ranks
+_PRECISION = 512  # parts of the aim, to which a cap is known
 _NUM_BISECTIONS = 5  # between the least of them that can be held and the one before it
 
 
@@ -112,9 +115,9 @@ def plan_batch(
 
     The busiest rank gives rows of its largest expert to the rank of least room that takes the whole surplus, on its own
     node if there is one; else as many as possible to the rank of most room; until no rank exceeds a cap. Where places
-    do not suffice, ranks give in the opposite order, or always to the rank of most room. Of several caps, the plan
-    keeps the one with the fewest rows on the busiest rank, plus ``rows_per_copy`` for each copy that a rank sends or
-    receives (the most of any rank).
+    do not suffice, ranks give in the opposite order, or always to the rank of most room, or as pseudorandom numbers say
+    (the same on all ranks). Of several caps, the plan keeps the one with the fewest rows on the busiest rank, plus
+    ``rows_per_copy`` for each copy that a rank sends or receives (the most of any rank).
 
     Args:
         rows: (E,), rows of all ranks for each expert.
@@ -183,13 +186,14 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
     loads[:] = givers.loads
     num_best, least_cost, is_aim_held = 0, float(most), most <= aim
     cap, failed, held = aim, aim, most  # the greatest cap that no way could hold, the least that one could
-    least_step = max(1.0, aim / 128)
+    least_step, all_ways = max(1.0, aim / 128), _NUM_RULES + _NUM_TRIES // len(loads) ** 2
     for i in range(_NUM_CAPS + _NUM_BISECTIONS):
         if cap >= most or cap <= 0:
             break
-        num_ways = _NUM_WAYS if i == 0 or held < most else 1
-        num = _hold(givers, cap, num_ways, copies, held_loads)
-        if num < 0 and num_ways > 1:
+        num_ways = all_ways if i == 0 or held < most else 1
+        has_places = _has_places(givers, cap)
+        num = _hold(givers, cap, num_ways, copies, held_loads) if has_places else -1
+        if num < 0 and (num_ways > 1 or not has_places):
             failed = cap
         if num >= 0:
             held, is_aim_held = min(held, cap), is_aim_held or cap == aim
@@ -198,7 +202,7 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
                 least_cost, num_best = cost, num
                 best[:num], loads[:] = copies[:num], held_loads
         if rows_per_copy == 0 and held < most:
-            if held <= failed + 1:
+            if held <= failed + max(1, aim // _PRECISION):
                 break
             cap = (held + failed) // 2
         else:  # geometrically from the aim to the most
@@ -207,22 +211,43 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
 
 
 @compiled()
+def _has_places(givers: Any, cap: int) -> Any:
+    """Return False if ranks with room have too few places, even if each could take as much as the one of most room."""
+    most_room, num_left, left = cap - givers.loads.min(), givers.places[givers.loads < cap].sum(), givers.rows.copy()
+    for giver in range(len(givers.loads)):
+        surplus, mine = givers.loads[giver] - cap, givers.order[givers.first[giver] : givers.first[giver + 1]]
+        while surplus > 0 and num_left >= 0:
+            expert = _largest(mine, left)
+            moved = min(left[expert], most_room)
+            if moved <= 0:
+                return False
+            left[expert] -= moved
+            surplus -= moved
+            num_left -= 1
+    return num_left >= 0
+
+
+@compiled()
 def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> Any:
     """Copy experts until no rank has more rows than ``cap``; return how many, or -1 if places do not suffice."""
     for way in range(num_ways):
-        num = _hold_in_one_way(givers, cap, way % 2 == 0, way >= 2, copies, loads)
+        num = _hold_in_one_way(givers, cap, way, copies, loads)
         if num >= 0:
             return num
     return -1
 
 
 @compiled()
-def _hold_in_one_way(givers: Any, cap: int, fits: bool, least_first: bool, copies: Any, loads: Any) -> int:  # noqa: FBT001
-    """Try ``_hold``: with the least room that suffices (``fits``) or the most; the least or the most surplus first."""
+def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any) -> int:
+    """Try ``_hold``. Ways 0 to 3 follow one rule for givers and one for takers; others draw both at every step."""
     num, num_new, left, places = 0, 0, givers.rows.copy(), givers.places.copy()
     loads[:] = givers.loads
+    giver_rule, taker_rule, seed = way // 2, way % 2, way
     while True:
-        giver = _giver(loads, cap, least_first)
+        if way >= _NUM_RULES:
+            seed = _next(seed)
+            giver_rule, taker_rule = (seed >> 16) % 3, (seed >> 20) % 3
+        giver = _giver(loads, cap, giver_rule, seed)
         if giver < 0:
             return num
         mine = givers.order[givers.first[giver] : givers.first[giver + 1]]
@@ -230,8 +255,10 @@ def _hold_in_one_way(givers: Any, cap: int, fits: bool, least_first: bool, copie
         is_new = taker < 0
         if is_new:
             expert = _largest(mine, left)
-            wanted = min(loads[giver] - cap, left[expert])
-            taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted if fits else cap)
+            wanted = min(loads[giver] - cap, left[expert]) if taker_rule == 0 else cap
+            taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted)
+            if taker_rule == _ANY:
+                taker = _some((loads < cap) & (places > 0), _next(seed))
         num_new += is_new
         moved = min(loads[giver] - cap, left[expert], cap - loads[taker])
         if taker < 0 or moved <= 0 or num_new > givers.max_new:
@@ -245,16 +272,37 @@ def _hold_in_one_way(givers: Any, cap: int, fits: bool, least_first: bool, copie
 
 
 @compiled()
-def _giver(loads: Any, cap: int, least_first: bool) -> Any:  # noqa: FBT001
-    """Return the rank with the most rows, or the least of those above the cap; -1 if there is none above it."""
+def _next(seed: Any) -> Any:
+    """Return the next of the pseudorandom numbers of C's ``rand``, 31 bits: the same on all ranks."""
+    return (seed * 1103515245 + 12345) % 2147483648
+
+
+@compiled()
+def _giver(loads: Any, cap: int, rule: int, seed: Any) -> Any:
+    """Return a rank with more rows than the cap: that of most (rule 0), of least (1), or any; -1 if there is none."""
     giver = loads.argmax()
     if loads[giver] <= cap:
         return -1
-    if least_first:
+    if rule == 1:
         for rank in range(len(loads)):
             if cap < loads[rank] < loads[giver]:
                 giver = rank
+    if rule == _ANY:
+        giver = _some(loads > cap, seed)
     return giver
+
+
+@compiled()
+def _some(are_possible: Any, seed: Any) -> Any:
+    """Return the index of one that is true; -1: none."""
+    number = are_possible.sum()
+    left = (seed >> 12) % max(number, 1)
+    for i in range(len(are_possible)):
+        if are_possible[i]:
+            if left == 0:
+                return i
+            left -= 1
+    return -1
 
 
 @compiled()

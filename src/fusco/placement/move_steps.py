@@ -8,6 +8,7 @@ from fusco.core.integers import check_integer
 from fusco.placement.batch import IntArray
 from fusco.placement.moves import MovePlan
 
+_NUM_STEPS, _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 8, 4 << 20, 64 << 20  # of a move as fast as possible
 _GRANULE = 512  # bytes at whose multiples flows are cut: pages and GPUs copy aligned memory faster
 
 
@@ -62,3 +63,19 @@ class MoveSteps:
         plan, within = self.plan, ~self.plan.crosses
         most = max(np.bincount(ranks[within]).max(initial=0) for ranks in (plan.src_ranks, plan.dst_ranks))
         return int(most) * plan.bytes_per_expert
+
+
+def fast_step_bytes(plan: MovePlan) -> int:
+    """Return the ``step_bytes`` of a move that a caller waits for.
+
+    While the bytes of a step cross, those of the step before are passed on within nodes: one large step would leave all
+    of that to the end.
+
+    >>> from fusco.core.topology import Topology
+    >>> from fusco.placement.moves import plan_moves
+    >>> [fast_step_bytes(plan_moves([[0], [1]], [[1], [0]], size << 20, Topology((0, 1)))) >> 20 for size in (9, 80)]
+    [4, 10]
+    """
+    if not plan.bound_bytes:
+        return _MOST_STEP_BYTES
+    return min(max(plan.bound_bytes // _NUM_STEPS, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)

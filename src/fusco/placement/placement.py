@@ -56,7 +56,8 @@ def plan_placement(
 
     Step 1: homes. The busiest expert first, each to the least loaded rank that has it, or without ``current`` to the
     least loaded rank that has fewer than its share of experts. Step 2: copies, as ``plan_batch`` plans them; those that
-    exist come first. Where moves are not limited, both steps without ``current`` if that gains the tolerance.
+    exist come first. Where that exceeds the tolerance and moves are not limited: both steps without ``current``, or
+    copies in all places with equal shares, as EPLB plans them, if that is better; with ``current``, by the tolerance.
     Step 3, if loads are given by node: places that are left get the experts that their node asks other nodes for most.
 
     Args:
@@ -85,15 +86,18 @@ def plan_placement(
     _check(by_node, num_ranks, places_per_rank, ranks_per_node, current, max_moves)
     scale = _TOTAL / total if total else 0.0
     rows = by_node * scale
-    known = np.full((num_ranks, places_per_rank), -1) if current is None else np.asarray(current, dtype=np.int64)
-    had = np.zeros((num_experts, num_ranks), dtype=np.bool_)
-    had[known[known >= 0], np.nonzero(known >= 0)[0]] = True
+    known, had = np.full((num_ranks, places_per_rank), -1), np.zeros((num_experts, num_ranks), dtype=np.bool_)
+    if current is not None:
+        known = np.array(current, dtype=np.int64)
+        had[known[known >= 0], np.nonzero(known >= 0)[0]] = True
     limit = known.size if max_moves is None else max_moves
     shape = _Shape(places_per_rank, ranks_per_node, int(rows.sum() * (1 + tolerance) / num_ranks) + 1)
     placed = _place(rows, had, shape, limit)
-    if current is not None and max_moves is None and _busiest(placed) > shape.aim:
-        anew = _place(rows, np.zeros_like(had), shape, limit)
-        placed = anew if _busiest(anew) * (1 + tolerance) < _busiest(placed) else placed
+    if max_moves is None and _busiest(placed) > shape.aim:
+        anew = [_divide_evenly(rows.sum(axis=0).astype(np.int64), num_ranks, places_per_rank)]
+        anew += [] if current is None else [_place(rows, np.zeros_like(had), shape, limit)]
+        best, least_gain = min(anew, key=_busiest), 0.0 if current is None else tolerance
+        placed = best if _busiest(best) * (1 + least_gain) < _busiest(placed) else placed
     if len(rows) > 1:
         _bring_closer(placed, had, rows, shape, limit - int(((placed >= 0) & ~had).sum()))
     places, shares = np.full_like(known, -1), np.zeros(known.shape)
@@ -141,23 +145,50 @@ def _check(
             raise ValueError(f"current has expert {known.max()}, but loads are of {num_experts}")
 
 
-def _place(rows: npt.NDArray[np.float64], had: npt.NDArray[np.bool_], shape: _Shape, max_new: int) -> IntArray:
+@compiled()
+def _place(rows: Any, had: Any, shape: Any, max_new: int) -> Any:
     """Return the rows (E, R) of each expert on each rank, -1 where it is not: homes, and copies where they are busy."""
-    num_ranks, counts = had.shape[1], rows.sum(axis=0).astype(np.int64)
+    num_experts, num_ranks = had.shape
+    counts = rows.sum(axis=0).astype(np.int64)
     homes = _homes(counts, had, rows, shape.places_per_rank, shape.ranks_per_node)
-    loads = np.bincount(homes, weights=counts, minlength=num_ranks).astype(np.int64)
-    numbers = np.bincount(homes, minlength=num_ranks)
-    order, places = np.argsort(homes, kind="stable"), shape.places_per_rank - numbers
-    first = np.concatenate(([0], np.cumsum(numbers)))
-    copies = np.empty((int(places.sum()), 3), dtype=np.int64)
+    loads, first = np.zeros(num_ranks, np.int64), np.zeros(num_ranks + 1, np.int64)
+    placed = np.full(had.shape, -1)
+    for expert in range(num_experts):
+        loads[homes[expert]] += counts[expert]
+        first[homes[expert] + 1] += 1
+        placed[expert, homes[expert]] = counts[expert]
+    places = shape.places_per_rank - first[1:]
+    order, first = np.argsort(homes, kind="mergesort"), first.cumsum()
+    copies = np.empty((places.sum(), 3), dtype=np.int64)
     has = had if had.any() else had[:0]
     givers = Givers(counts, order, first, loads, places, has, shape.ranks_per_node, max_new)
     num, _ = plan_copies(givers, shape.aim, 0.0, copies, np.empty_like(loads))
-    placed = np.full(had.shape, -1)
-    placed[np.arange(len(homes)), homes] = counts
-    experts, ranks, moved = copies[:num].T
-    np.subtract.at(placed, (experts, homes[experts]), moved)
-    placed[experts, ranks] = moved
+    for expert, rank, moved in copies[:num]:
+        placed[expert, homes[expert]] -= moved
+        placed[expert, rank] = moved
+    return placed
+
+
+@compiled()
+def _divide_evenly(counts: Any, num_ranks: int, places_per_rank: int) -> Any:
+    """Return rows as ``_place`` does, for as many copies as places, those of an expert with equal rows.
+
+    As in EPLB: a further copy is one of the expert with most rows for each copy; the largest first, a copy is put on
+    the least loaded rank. Two of an expert on a rank are one with the rows of both.
+    """
+    numbers, placed = np.ones_like(counts), np.full((len(counts), num_ranks), -1)
+    loads, left = np.zeros(num_ranks, np.int64), np.full(num_ranks, places_per_rank)
+    for _ in range(num_ranks * places_per_rank - len(counts)):
+        numbers[(counts / numbers).argmax()] += 1
+    for expert in np.argsort(-(counts / numbers), kind="mergesort"):
+        for i in range(numbers[expert]):
+            best, rows = -1, (counts[expert] + i) // numbers[expert]
+            for rank in range(num_ranks):
+                if left[rank] and (best < 0 or loads[rank] < loads[best]):
+                    best = rank
+            placed[expert, best] = max(placed[expert, best], 0) + rows
+            loads[best] += rows
+            left[best] -= 1
     return placed
 
 
@@ -246,5 +277,6 @@ def _share(placed: Any, places: Any, shares: Any) -> None:
 def warm_up_placement() -> None:
     """Compile all plans, once on each machine."""
     plan_placement([3.0, 1.0], num_ranks=2, places_per_rank=2, current=[[0, 1], [1, 0]])
+    _divide_evenly(np.array([3, 1]), 2, 1)
     plan_batch([3, 1], [0, 1], num_ranks=2, balance=Balance(spare_places=1))
     plan_moves([[0], [1]], [[1], [0]])

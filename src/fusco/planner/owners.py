@@ -57,37 +57,44 @@ class OwnerTables:
     rank_to_node: IntArray
 
     @classmethod
-    def of(cls, placement: ExpertPlacement, rank: int, topology: Topology, *, is_planned: bool = False) -> OwnerTables:
-        """Return the tables of a rank; ``is_planned`` means that quotas of all owners are given to ``divide_rows``.
+    def of(
+        cls, placement: ExpertPlacement, rank: int, topology: Topology, copies: tuple[IntArray, IntArray] | None = None
+    ) -> OwnerTables:
+        """Return the tables of a rank.
+
+        ``copies`` are experts and ranks of a batch's plan, each in the rank's next empty place; quotas of all owners
+        are then given to ``divide_rows``. Ranks have as many empty places.
 
         >>> placement = ExpertPlacement.replicated([[0, 1], [0, 2], [3, 0]])
         >>> tables = OwnerTables.of(placement, 2, Topology.of_equal_nodes(3, 1))
         >>> tables.owners.tolist(), tables.expert_to_first.tolist()
         ([5, 1, 3, 4], [0, 1, 2, 3, 4])
+        >>> placement = ExpertPlacement.contiguous(2, 2).in_places(2)
+        >>> tables = OwnerTables.of(placement, 0, Topology((0, 0)), copies=(np.array([0]), np.array([1])))
+        >>> tables.owners.tolist(), tables.expert_to_first.tolist()
+        ([0, 3, 2], [0, 2, 3])
         """
-        num_physical = placement.physical.num_experts
-        per_rank = num_physical // placement.world_size if placement.has_places else 0
-        chosen: list[tuple[int, ...]] = []
-        for expert, physical in enumerate(placement.expert_to_physical):
-            of_expert = [placement.expert_to_rank[expert]] * len(physical)  # none of one that is lost
-            ranks = [each // per_rank for each in physical] if per_rank else of_expert
-            is_near = [True] * len(ranks) if placement.shares or is_planned else _nearest(ranks, rank, topology)
-            chosen.append(tuple(each for each, near in zip(physical, is_near, strict=True) if near))
-        numbers = np.array(list(map(len, chosen)), dtype=np.int64)
-        owners = np.array([each for physical in chosen for each in physical], dtype=np.int32)
+        experts, owners, ranks = _places_by_expert(placement, copies)
+        nodes = np.array(topology.rank_to_node)
+        if placement.has_places and not placement.shares and copies is None:
+            nearness = (ranks == rank) + (nodes[ranks] == nodes[rank]).astype(np.int64)  # own rank, own node, others
+            most = np.zeros(placement.num_experts, np.int64)
+            np.maximum.at(most, experts, nearness)
+            is_near = nearness == most[experts]
+            experts, owners, ranks = experts[is_near], owners[is_near], ranks[is_near]
+        numbers = np.bincount(experts, minlength=placement.num_experts)
         is_divided = numbers > 1
-        to_rank = np.array(placement.physical.expert_to_rank, dtype=np.int64)
         shares = np.array(placement.shares if placement.shares else [], dtype=np.float64).ravel()
         return cls(
             rank=rank,
             num_experts=placement.num_experts,
-            num_physical=num_physical,
+            num_physical=placement.physical.num_experts,
             expert_to_first=np.concatenate(([0], np.cumsum(numbers))).astype(np.int32),
-            owners=owners,
+            owners=owners.astype(np.int32),
             expert_to_divided=np.where(is_divided, np.cumsum(is_divided) - 1, -1).astype(np.int32),
             units=_units(shares[owners], numbers) if shares.size else np.zeros(0, np.int64),
-            owner_to_rank=owners.astype(np.int64) // per_rank if per_rank else to_rank,
-            rank_to_node=np.array(topology.rank_to_node),
+            owner_to_rank=ranks,
+            rank_to_node=nodes,
         )
 
     @cached_property
@@ -141,13 +148,21 @@ class OwnerTables:
         return bounds
 
 
-def _nearest(ranks: list[int], rank: int, topology: Topology) -> list[bool]:
-    """Return which owners are near: on this rank, else on its node, else all."""
-    if rank in ranks:
-        return [each == rank for each in ranks]
-    node = topology.rank_to_node[rank]
-    are_local = [topology.rank_to_node[each] == node for each in ranks]
-    return are_local if any(are_local) else [True] * len(ranks)
+def _places_by_expert(
+    placement: ExpertPlacement, copies: tuple[IntArray, IntArray] | None
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the expert, the physical expert and the rank of each place in use, int64 (C,) each, by expert."""
+    if not placement.has_places:
+        to_rank = np.array(placement.expert_to_rank, dtype=np.int64)
+        experts = np.flatnonzero(to_rank >= 0)
+        return experts, np.arange(len(experts)), to_rank[experts]
+    places = np.array(placement.physical_to_logical, dtype=np.int64)
+    if copies is not None:
+        _fill_places(places, *copies)
+    experts = places.ravel()
+    physical = np.flatnonzero(experts >= 0)
+    owners = physical[np.argsort(experts[physical], kind="stable")]
+    return experts[owners], owners, owners // places.shape[1]
 
 
 def _units(shares: npt.NDArray[np.float64], numbers: IntArray) -> IntArray:
@@ -163,6 +178,16 @@ def _units(shares: npt.NDArray[np.float64], numbers: IntArray) -> IntArray:
         units[first : first + number] = whole
         first += number
     return units
+
+
+@compiled()
+def _fill_places(places: Any, experts: Any, ranks: Any) -> None:
+    """Write each expert into the next empty place of its rank."""
+    for i in range(len(experts)):
+        place = 0
+        while places[ranks[i], place] >= 0:
+            place += 1
+        places[ranks[i], place] = experts[i]
 
 
 @compiled()

@@ -91,8 +91,16 @@ def test_real_routing_needs_two_places(num_ranks, limit):
     assert np.mean(copies) <= 0.9
 
 
+def test_places_that_rules_do_not_fill_well_are_filled_by_random_choices():
+    """Layer 2, a prompt of 1024 tokens: rules end at 1.098 of the mean, with 7 of 16 places in use."""
+    rows = np.bincount(Trace.load(None, None, 2).topk_idx[:1024].ravel(), minlength=128)
+    plan = plan_batch(rows, contiguous(128, 8), 8, Balance(spare_places=2))
+    check(plan, rows, contiguous(128, 8), 8, 2)
+    assert plan.busiest_over_mean <= 1.08
+
+
 def test_it_is_fast():
-    """70 us for 64 ranks and 256 experts, where the loop takes 3.7."""
+    """30 us for 64 ranks and 256 experts, where the loop takes 3.7."""
     rng = np.random.default_rng(0)
     batches = [(1000 * rng.pareto(1.5, 256)).astype(int) for _ in range(20)]
     homes = contiguous(256, 64)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from fusco.bench.inputs.traffic import Trace
 from fusco.placement import plan_placement
 from timing import relative_time
 
@@ -44,13 +45,23 @@ def zipf(exponent, seed=0):
     return np.random.default_rng(seed).permutation((np.arange(256) + 1.0) ** -exponent)
 
 
-@pytest.mark.parametrize("exponent", [0.8, 1.0, 1.3, 1.6])
+@pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2, 1.3, 1.6])
 @pytest.mark.parametrize("num_ranks", [8, 16, 32])
 def test_it_is_as_balanced_as_eplb_or_better(exponent, num_ranks):
     loads, places = zipf(exponent), 256 // num_ranks + 32 // num_ranks
     plan = plan_placement(loads, num_ranks, places)
     check(plan, loads, num_ranks, places)
-    assert plan.busiest_over_mean <= max(1.0101, eplb(loads, num_ranks, places))
+    assert plan.busiest_over_mean <= max(1.0101, 1.000001 * eplb(loads, num_ranks, places))
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32])
+def test_it_is_as_balanced_as_eplb_or_better_for_real_routing(num_ranks):
+    for layer in range(0, 48, 6):
+        loads = np.bincount(Trace.load(None, None, layer).topk_idx.ravel(), minlength=128).astype(float)
+        places = 128 // num_ranks + 1
+        plan = plan_placement(loads, num_ranks, places)
+        check(plan, loads, num_ranks, places)
+        assert plan.busiest_over_mean <= max(1.0101, 1.000001 * eplb(loads, num_ranks, places))
 
 
 @pytest.mark.parametrize(("noise", "most"), [(0.02, 2), (0.1, 6)])
@@ -90,9 +101,9 @@ def test_places_that_are_left_get_what_their_node_asks_others_for():
 
 
 def test_it_is_fast():
-    """0.4 ms for a layer of 256 experts and 288 places, where the loop takes 3.7 us."""
+    """0.08 to 0.2 ms for a layer of 256 experts and 288 places, where the loop takes 3.7 us."""
     layers = [zipf(1.2, seed) for seed in range(20)]
-    assert relative_time(lambda loads: plan_placement(loads, 32, 9), layers) < 180
+    assert relative_time(lambda loads: plan_placement(loads, 32, 9), layers) < 100
 
 
 @pytest.mark.parametrize(
