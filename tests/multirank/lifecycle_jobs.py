@@ -12,6 +12,7 @@ import time
 import warnings
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from fault_jobs import fail
@@ -229,3 +230,34 @@ def refuse_rails(group: dist.ProcessGroup) -> tuple[str, float]:
         except fusco.PeerFailureError as error:
             return str(error), time.monotonic() - began
     return "no error", 0.0
+
+
+def resize(group: dist.ProcessGroup, ranks_per_node: int) -> list[tuple[int, ...]]:
+    """Change sizes and experts, before and after a rank leaves; return the ranks after each change."""
+    comm = _open(group, ranks_per_node)
+    rank, seen = comm.rank, []
+    _use(comm)
+    with pytest.raises(ValueError if rank == 1 else fusco.RejectedInputError, match="num_topk"):
+        comm.resize(num_topk=9 if rank == 1 else 2)
+    with pytest.raises(fusco.MismatchError, match="max_tokens_per_rank"):
+        comm.resize(max_tokens_per_rank=16 + rank)
+    handle = comm.dispatch(torch.ones(8, 4), torch.arange(16).view(8, 2) % 4).handle
+    comm.resize(max_tokens_per_rank=32, num_experts=8, max_bytes_per_token=256)
+    seen.append(comm.ranks)
+    with pytest.raises(ValueError, match="handle"):
+        comm.dispatch_again(torch.ones(8, 4), handle)
+    assert comm.placement.num_experts == 8
+    assert comm.combine(*_ones(comm, 8)).eq(2).all()
+    comm.shrink(leaving=[3])
+    if rank == 3:
+        return seen
+    comm.resize(max_tokens_per_rank=64, num_experts=4)
+    seen.append(comm.ranks)
+    assert comm.combine(*_ones(comm, 4))[:, 0].tolist() == [2.0 - (token % 2) for token in range(32)]
+    comm.close()
+    return seen
+
+
+def _ones(comm: fusco.Communicator, num_experts: int) -> tuple[torch.Tensor, fusco.Handle]:
+    sent = comm.dispatch(torch.ones(32, 64), torch.arange(64).view(32, 2) % num_experts)
+    return sent.rows, sent.handle

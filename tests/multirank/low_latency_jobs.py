@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -128,6 +129,29 @@ def check_fp8(group: dist.ProcessGroup) -> None:
     buffer.destroy()
 
 
+def waits_by_rank(group: dist.ProcessGroup, *, enable_shrink: bool) -> list[list[float]]:
+    """Return the seconds that this rank waited for each, in dispatches and combines: rank 1 is late in both."""
+    buffer = Buffer(group, low_latency_mode=True, enable_shrink=enable_shrink)
+    x, ids = torch.ones(2, HIDDEN, dtype=torch.bfloat16), torch.arange(4).view(2, 2)
+    given: dict[str, Any] = {"use_fp8": False}
+    in_dispatch, in_combine = (torch.zeros(group.size(), dtype=torch.int64) for _ in range(2))
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 2, 4, **given)
+    for _ in range(2):
+        if buffer.rank == 1:
+            time.sleep(0.3)
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(
+            x, ids, 2, 4, dispatch_wait_recv_cost_stats=in_dispatch, **given
+        )
+    if buffer.rank == 1:
+        time.sleep(0.3)
+    sums, _, _ = buffer.low_latency_combine(
+        rows, ids, torch.ones(2, 2), handle, combine_wait_recv_cost_stats=in_combine
+    )
+    assert torch.equal(sums, 2 * x)
+    buffer.destroy()
+    return [(each / 1e9).tolist() for each in (in_dispatch, in_combine)]
+
+
 def as_codes(part: torch.Tensor) -> torch.Tensor:
     """Return a tensor of one byte an element as bytes: PyTorch cannot index all of their dtypes."""
     return part.view(torch.uint8) if part.element_size() == 1 else part
@@ -148,7 +172,7 @@ def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: send(x, ids, 1, 4),
         lambda: send(x, ids, 2, 5),
         lambda: send(x, ids, 2, 4, async_finish=True, return_recv_hook=True),
-        lambda: send(x, ids, 2, 4, dispatch_wait_recv_cost_stats=stats),
+        lambda: send(x, ids, 2, 4, dispatch_wait_recv_cost_stats=stats.flatten()),
         lambda: buffer.low_latency_dispatch(x, ids, 2, 4, use_ue8m0=True),
         lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
         lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),

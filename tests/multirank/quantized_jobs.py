@@ -12,7 +12,7 @@ from rank_setup import Setup, law_of, poison_recycler
 import fusco
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco import Quantize, StaticRows
-from fusco.core.quantization import dequantize_rows, widened_scales
+from fusco.core.quantization import dequantize_rows, lay_out_scales, widened_scales
 from generator import KINDS, any_bits, random_of, rows_to_quantize
 from reference.quantize_rows import quantize_rows as reference
 
@@ -36,8 +36,15 @@ def check_quantized(group: dist.ProcessGroup, setup: Setup, formats: list[Quanti
             assert sent.scales is sent.payloads[1]
             _check_scales(sent.scales, scales, quantize)
             assert sent.rows.dtype == quantize.value_dtype
-            back = dequantize_rows(sent.rows, scales, quantize, dtype)
+            back = dequantize_rows(sent.rows, scales, dataclasses.replace(quantize, layout="row"), dtype)
             assert_same_bits(_canonical(sent.dequantize()), _canonical(back), "dequantised")
+            again = comm.dispatch_again(given.clone(), sent.handle, quantize=quantize)
+            assert_same_bits(again[0], sent.rows, "values again")
+            _check_scales(again[1], scales, quantize)
+            assert again[1].stride() == sent.scales.stride()
+            if setup.max_bytes_per_token >= HIDDEN * dtype.itemsize:
+                (plain,) = comm.dispatch_again(given.contiguous(), sent.handle)
+                assert_same_bits(plain, law.rows(comm.rank, x), "rows as they are")
             ones = torch.ones(len(sent.rows), 3)
             assert comm.combine(ones, sent.handle).shape == (case.num_tokens(comm.rank), 3)
 
@@ -45,6 +52,9 @@ def check_quantized(group: dist.ProcessGroup, setup: Setup, formats: list[Quanti
 def _check_scales(seen: torch.Tensor, expected: torch.Tensor, quantize: Quantize) -> None:
     if quantize.layout == "row":
         assert_same_bits(_canonical(seen), _canonical(expected), "scales")
+        return
+    if quantize.layout == "swizzled":
+        assert_same_bits(seen.view(torch.uint8), lay_out_scales(expected, quantize, HIDDEN).view(torch.uint8), "scales")
         return
     assert seen.stride(0) == 1
     assert seen.stride(1) * seen.element_size() % 16 == 0

@@ -84,3 +84,9 @@ def test_of_two_threads_one_is_rejected_and_the_other_gets_its_rows(world):
         assert (num_right, num_wrong, len(errors)) == (jobs.NUM_ROUNDS, 0, 1)
         assert "'thread 3'" in errors[0]
         assert "'thread 5'" in errors[0]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_sizes_and_experts_change_among_the_ranks_that_are_left(world, ranks_per_node):
+    every, left = (0, 1, 2, 3), (0, 1, 2)
+    assert world.run(jobs.resize, 4, ranks_per_node) == [[every, left]] * 3 + [[every]]

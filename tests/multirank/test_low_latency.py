@@ -24,19 +24,31 @@ def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
             "ValueError: x has shape (2, 256), but this call needs at most (1, hidden)",
             "ValueError: 5 experts do not divide among 2 ranks",
             "ValueError: async_finish and return_recv_hook exclude each other: an event, or a hook, waits for the call",
-            *(
-                f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
-                for what in ("dispatch_wait_recv_cost_stats",)
-            ),
+            "ValueError: dispatch_wait_recv_cost_stats has shape (4,), but this call needs (2,)",
             "ValueError: use_ue8m0=True needs round_scale=True: exponents are those of powers of two",
             "ValueError: topk_idx differs from that of the dispatch, which the handle has",
             "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
             "TypeError: this call needs the handle of a dispatch, got tuple",
             *(
                 f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
-                for what in ("communication without rank 1", "get_local_buffer_tensor")
+                for what in (
+                    "communication without rank 1 unless it is made with enable_shrink=True",
+                    "get_local_buffer_tensor",
+                )
             ),
         ]
+
+
+@pytest.mark.parametrize("enable_shrink", [False, True])
+def test_waits_are_counted_for_the_rank_that_is_late(world, enable_shrink):
+    of_ranks = world.run(low_latency_jobs.waits_by_rank, 2, enable_shrink=enable_shrink)
+    for rank, (in_dispatch, in_combine) in enumerate(of_ranks):
+        assert in_dispatch[rank] == in_combine[rank] == 0
+        if rank == 0:
+            assert 0.5 < in_dispatch[1] < 3
+            assert 0.2 < in_combine[1] < 3
+        else:
+            assert max(in_dispatch[0], in_combine[0]) < 0.2
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

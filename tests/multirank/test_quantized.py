@@ -27,7 +27,7 @@ FORMATS = [
     Quantize("mxfp8"),
     Quantize("mxfp8", rounding="floor", layout="tma"),
     Quantize("nvfp4"),
-    Quantize("nvfp4", global_scale=0.002),
+    Quantize("nvfp4", global_scale=0.002, layout="swizzled"),
 ]
 
 

@@ -16,13 +16,14 @@ from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.given_rows import as_list, as_matrix, as_slots
 from fusco.api.handle import Dispatched, Handle, version_of, without_weights
 from fusco.api.moves import ExpertMoves
-from fusco.api.quantized import quantized
+from fusco.api.quantized import QuantizedRows, quantized
 from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import limited
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.quantization import Quantize
 from fusco.core.rows import wants_grad
+from fusco.engine.quantizer import Origin
 from fusco.placement.placement import PlannedPlacement
 from fusco.planner.balancer import Balancer
 
@@ -174,10 +175,8 @@ class Communicator(ExpertMoves):
                 that dispatch waits for it and raises the error, on this rank alone: on others it is complete.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
-        payloads, made_of = as_list(x), None
-        if quantize is not None and not self._session.broken:  # if it is, nothing may be launched
-            with self.rejecting(), self._session.access.using("dispatch"):
-                made_of = quantized(self._engine.quantizer(), self._validator, payloads, quantize, launch)
+        payloads = as_list(x)
+        if made_of := self._quantized("dispatch", payloads, quantize, launch):
             payloads = made_of.payloads
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
@@ -202,6 +201,7 @@ class Communicator(ExpertMoves):
         x: torch.Tensor | Sequence[torch.Tensor],
         handle: Handle,
         *,
+        quantize: Quantize | None = None,
         launch: Launch | None = None,
         timeout_s: float | None = None,
     ) -> tuple[torch.Tensor, ...]:
@@ -210,13 +210,17 @@ class Communicator(ExpertMoves):
         Args:
             x: as in ``dispatch``, with as many tokens as the handle has.
             handle: from one ``dispatch`` of this communicator, the same on all ranks.
+            quantize: as in ``dispatch``, whether that one had it or not; then there are no gradients.
             launch: device settings; with ``own_stream``, pass an ``event`` to wait for this call. Gradients use the
                 same number of SMs, on the caller's stream.
 
         Returns:
-            The expert-major rows of each payload, as in ``dispatch``.
+            The expert-major rows of each payload, as in ``dispatch``: values and scales of those that are quantised.
         """
         payloads = as_list(x)
+        if made_of := self._quantized("dispatch_again", payloads, quantize, launch, handle):
+            values, scales = self._move_again(made_of.payloads, handle, launch, made_of.origin)
+            return values, made_of.laid_out(scales)[0]
         rows = self._move_again(payloads, handle, launch)
         if wants_grad(payloads[0]):
             made = Precomputed(rows[0])
@@ -361,13 +365,27 @@ class Communicator(ExpertMoves):
         handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
         return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
 
+    def _quantized(
+        self,
+        verb: str,
+        payloads: Sequence[torch.Tensor],
+        quantize: Quantize | None,
+        launch: Launch | None,
+        handle: Handle | None = None,
+    ) -> QuantizedRows | None:
+        """Return the rows of a dispatch as they are sent, if they are quantised."""
+        if quantize is None or self._session.broken:  # if it is, nothing may be launched
+            return None
+        with self.rejecting(), self._session.access.using(verb):
+            return quantized(self._engine.quantizer(), self._validator, payloads, quantize, launch, handle)
+
     def _move_again(
-        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
+        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
-        if (rows := self._repeats.dispatch_again(payloads, handle, launch)) is not None:
+        if (rows := self._repeats.dispatch_again(payloads, handle, launch, origin)) is not None:
             return rows
-        validate = partial(self._validator.validate_redispatch, payloads, handle, launch)
+        validate = partial(self._validator.validate_redispatch, payloads, handle, launch, origin)
         return run_collective(self._session, self._engine, "dispatch_again", validate, self._engine.prepare_redispatch)
 
     def _sum(

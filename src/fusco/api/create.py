@@ -28,7 +28,6 @@ from fusco.core.integers import check_integer
 from fusco.core.log import LOGGER, configure_logging
 from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
-from fusco.core.quantization import Quantize
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
 from fusco.core.topology import Topology
 from fusco.core.version import __version__
@@ -78,10 +77,6 @@ class CommunicatorConfig:
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
         balancer = checked_balancer(find_balancer(self.balancer or DEFAULT_BALANCERS[device.type]))
-        if isinstance(self.settings.wire_dtype, Quantize) and device.type != "cpu":
-            raise ValueError(
-                f"sums travel quantised between CPUs only, got wire_dtype={self.settings.wire_dtype} for {device}"
-            )
         return Validator(
             rank=rank,
             placement=placement.physical,

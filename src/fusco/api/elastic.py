@@ -1,4 +1,4 @@
-"""Verbs that change the members of a communicator: ``shrink``, ``grow``, ``join``."""
+"""Verbs that change a communicator: its members by ``shrink``, ``grow`` and ``join``, its sizes by ``resize``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fusco.control.threads import in_thread
 from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, TransportError, name_ranks
 from fusco.core.integers import check_integer
+from fusco.core.placement import ExpertPlacement
 
 _Elastic = TypeVar("_Elastic", bound="Elastic")
 _JOIN_LIMIT_S = 600.0  # of the wait of a new process for ``grow``
@@ -140,6 +141,33 @@ class Elastic(Membership):
             self._go_on(config, Change(members=members, limit_s=limit_s, is_planned=True, joining=frozenset(joiners)))
             return tuple(sorted(set(self.ranks) - set(before)))
 
+    @uncompiled
+    def resize(self, *, timeout_s: float | None = None, **changes: Any) -> None:
+        """Change arguments of the communicator, such as ``max_tokens_per_rank``: a collective of the same ranks.
+
+        Memory is made anew and the placement is the initial one if experts change; ranks that are absent stay so.
+        Handles of earlier dispatches and CUDA graphs are invalid, as after ``shrink``.
+
+        Args:
+            timeout_s: the limit of each wait; ``None`` means that of the settings.
+            changes: arguments of ``Communicator``, but ``group``, the same on all ranks.
+
+        Raises:
+            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            MismatchError, SharedMemoryError: on all ranks, as ``Communicator``; then ``shrink`` goes on as before.
+            PeerFailureError: as in every collective; then ``shrink`` goes on, too.
+        """
+        with self._session.access.using("resize"):
+            config, limit_s = self._require_elastic("resize"), self._limit_of(timeout_s)
+            with self.rejecting():
+                changed = replace(config, **changes)
+                validator = changed.validator(self.rank, self._validator.num_ranks)
+            self._agree(CollectiveFingerprint("resize", {name: str(value) for name, value in changes.items()}))
+            self._settle_calls("resize")
+            placement = validator.caller_placement if {"num_experts", "expert_placement"} & changes.keys() else None
+            members = dict(self._session.connections.members)
+            self._go_on(changed, Change(members=members, limit_s=limit_s, is_planned=True), placement)
+
     @classmethod
     def join(
         cls: type[_Elastic],
@@ -257,14 +285,18 @@ class Elastic(Membership):
         if not self._session.broken:
             try:
                 self._agree(CollectiveFingerprint("shrink", {"leaving": str(leavers)}))
-                self._drain()
-                if self._engine.is_asynchronous:  # no rank releases memory that another's device still reads
-                    self._agree(CollectiveFingerprint("shrink (settled)"))
+                self._settle_calls("shrink")
             except ExcludedError:
                 raise
             except PeerFailureError:
                 pass  # the ranks that are left agree without those that have failed, too
         return self.rank in leavers
+
+    def _settle_calls(self, verb: str) -> None:
+        """Wait for the devices of all ranks, so that no rank releases memory that another's still reads."""
+        self._drain()
+        if self._engine.is_asynchronous:
+            self._agree(CollectiveFingerprint(f"{verb} (settled)"))
 
     def _suspects(self) -> tuple[frozenset[int], frozenset[int]]:
         """Return the ranks that a failure has named, and those that have left, by number."""
@@ -273,10 +305,10 @@ class Elastic(Membership):
         named = {numbers[rank] for rank in report.peers} if report else set()
         return frozenset(named - {self.rank}), frozenset(numbers[rank] for rank in server.departures)
 
-    def _go_on(self, config: CommunicatorConfig, change: Change) -> None:
-        """Agree on the members of the next generation, connect, and replace this rank's parts."""
+    def _go_on(self, config: CommunicatorConfig, change: Change, placement: ExpertPlacement | None = None) -> None:
+        """Agree on the members of the next generation, connect, and replace this rank's parts; placement, too."""
         session, num_lost = self._session, self.num_lost_rows
-        kept = Kept(placement=self._owners.placement_of_all, access=session.access)
+        kept = Kept(placement=placement or self._owners.placement_of_all, access=session.access)
         num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
         release(session, self._engine, holds_status_server=True)
         session.end("its members were to change, and that failed; call shrink again, or close it")

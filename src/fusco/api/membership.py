@@ -186,13 +186,14 @@ class Membership:
         """
         return Rejecting(lambda reason: self._agree(CollectiveFingerprint(REJECTION, rejection=reason)))
 
-    def agree(self, operation: str) -> None:
-        """Check that all ranks are about to do the same operation: a collective that does nothing else.
+    def agree(self, operation: str, counts: Sequence[int] = ()) -> Sequence[tuple[int, ...]]:
+        """Check that all ranks are about to do the same operation, and return the counts that each of them gives.
 
-        For adapters, before they do together what has no record, such as making another communicator. Raises
-        ``MismatchError`` on all ranks if one calls something else, ``RejectedInputError`` if one rejects its input.
+        A collective that does nothing else, for adapters, before they do together what has no record, such as making
+        another communicator. Raises ``MismatchError`` on all ranks if one calls something else, ``RejectedInputError``
+        if one rejects its input.
         """
-        self._agree(CollectiveFingerprint(operation))
+        return self._agree(CollectiveFingerprint(operation), counts)
 
     def _agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> Sequence[tuple[int, ...]]:
         """Run a collective that does nothing but ``Session.agree``; return the counts of all ranks."""

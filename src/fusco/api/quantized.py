@@ -1,4 +1,4 @@
-"""Quantised dispatch, a layer in front of the engine: rows become values and scales, two payloads of one routing."""
+"""Quantised dispatches, a layer in front of the engine: rows become values and scales, two payloads of one routing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusco.api.handle import Dispatched
+from fusco.api.handle import Dispatched, Handle
 from fusco.api.validation import Validator
 from fusco.core.config import Launch
 from fusco.core.quantization import Quantize, dequantize_rows
@@ -35,10 +35,16 @@ class QuantizedRows:
     def arrived(self, sent: Dispatched) -> Dispatched:
         """Return a dispatch of the payloads with scales in the layout that was asked for."""
         rows, scales = sent.payloads
-        quantize, event = self._quantize, sent.event
-        if quantize.layout != "row":
-            scales, event = self._quantizer.lay_out(scales, quantize, self.x.shape[1], self._launch)
-        return replace(sent, payloads=(rows, scales), event=event, quantize=quantize, dtype=self.x.dtype)
+        scales, event = self.laid_out(scales, sent.event)
+        return replace(sent, payloads=(rows, scales), event=event, quantize=self._quantize, dtype=self.x.dtype)
+
+    def laid_out(
+        self, scales: torch.Tensor, event: torch.cuda.Event | None = None
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Return scales that arrived, in the layout that was asked for, and the event after them, or else ``event``."""
+        if self._quantize.layout == "row":
+            return scales, event
+        return self._quantizer.lay_out(scales, self._quantize, self.x.shape[1], self._launch)
 
     def gradient_rows(self, sent: Dispatched) -> torch.Tensor:
         """Return zeros (num_rows, hidden) of the dtype of ``x``, one element in memory: what gradients arrive at."""
@@ -47,10 +53,24 @@ class QuantizedRows:
 
 
 def quantized(
-    quantizer: Quantizer, validator: Validator, payloads: Sequence[Any], quantize: Quantize, launch: Launch | None
+    quantizer: Quantizer,
+    validator: Validator,
+    payloads: Sequence[Any],
+    quantize: Quantize,
+    launch: Launch | None,
+    handle: Handle | None = None,
 ) -> QuantizedRows:
-    """Return the rows of a dispatch, quantised; raise for those that cannot be, before anything is launched."""
+    """Return the rows of a dispatch, quantised; raise for those that cannot be, before anything is launched.
+
+    Those of a dispatch along a ``handle`` have no gradients.
+    """
     validator.require_quantizable(payloads, quantize)
+    if handle is not None:
+        validator.require_handle(handle)
+        if wants_grad(payloads[0]):
+            raise ValueError(
+                "x requires gradients, which rows quantised by dispatch_again have none of: pass x.detach()"
+            )
     validator.require_launch(launch)
     return QuantizedRows(quantizer, quantize, payloads[0], launch)
 

@@ -52,13 +52,13 @@ class Repeats:
         return sent
 
     def dispatch_again(
-        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None
+        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
     ) -> list[torch.Tensor] | None:
         """Return the rows of a dispatch along a handle, before autograd knows them."""
         if not self._is_enabled:
             return None
         try:
-            known = self._validator.known_redispatch(payloads, handle)
+            known = self._validator.known_redispatch(payloads, handle, origin)
         except Exception:  # noqa: BLE001  as above
             return None
         rows: list[torch.Tensor] | None = self._call(

@@ -106,25 +106,31 @@ class Validator(Checks):
         return self._known.find(tensors, options)
 
     def validate_redispatch(
-        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None = None
+        self,
+        payloads: Sequence[torch.Tensor],
+        handle: Handle,
+        launch: Launch | None = None,
+        origin: Origin | None = None,
     ) -> RedispatchRequest[Any]:
         """Validate the arguments of ``dispatch_again``; the plan is of the communicator's backend."""
-        known = self.known_redispatch(payloads, handle)
+        known = self.known_redispatch(payloads, handle, origin)
         if known is None:
             self.require_payloads(payloads, handle.num_tokens)
         launch = self.require_launch(launch)
         request: RedispatchRequest[Any] = RedispatchRequest(
-            payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, known=known
+            payloads=payloads, plan=handle.plan, handle=handle.number, launch=launch, origin=origin, known=known
         )
         if known is None:
             fingerprint = CollectiveFingerprint("dispatch_again", request.fields)
-            self._known.add(fingerprint, payloads, _options_of_redispatch(payloads, handle))
+            self._known.add(fingerprint, payloads, _options_of_redispatch(payloads, handle, origin))
         return request
 
-    def known_redispatch(self, payloads: Sequence[torch.Tensor], handle: Handle) -> KnownInput | None:
+    def known_redispatch(
+        self, payloads: Sequence[torch.Tensor], handle: Handle, origin: Origin | None = None
+    ) -> KnownInput | None:
         """Return what is known of the arguments of ``dispatch_again``; raise if the handle is invalid."""
         self.require_handle(handle)
-        return self._known.find(payloads, _options_of_redispatch(payloads, handle))
+        return self._known.find(payloads, _options_of_redispatch(payloads, handle, origin))
 
     def validate_combine(
         self,
@@ -254,9 +260,11 @@ def _known_by(
     )
 
 
-def _options_of_redispatch(payloads: Sequence[torch.Tensor], handle: Handle) -> tuple[object, ...]:
+def _options_of_redispatch(
+    payloads: Sequence[torch.Tensor], handle: Handle, origin: Origin | None
+) -> tuple[object, ...]:
     """Return the options, besides payloads, by which the input of ``dispatch_again`` is known."""
-    return "dispatch_again", len(payloads), handle.num_tokens
+    return "dispatch_again", len(payloads), handle.num_tokens, origin.text if origin else ""
 
 
 def _options_of_combine(verb: str, ys: Sequence[torch.Tensor], topk_weights: torch.Tensor | None) -> tuple[object, ...]:

@@ -35,9 +35,9 @@ class Settings:
         wire_dtype: dtype in which ``combine`` sends partial sums between nodes, on CUDA also between ranks, unless rows
             are wider; ``None`` means the dtype of the rows. ``torch.float32`` sends sums of 16-bit rows as accumulated,
             at twice the bytes. ``Quantize("fp8_e4m3")``, with float32 scales or powers of two as rows, sends sums
-            between nodes as codes and scales, at about half of the bytes; for communicators of CPUs. Then each sum of
-            another node is off by at most 1/16 of it, or by 2**-10 of its block's scale if that is more. Rows that are
-            no whole blocks wide, such as the gradients of weights, and float64 rows travel in their dtype.
+            between nodes as codes and scales, at about half of the bytes. Then each sum of another node is off by at
+            most 1/16 of it, or by 2**-10 of its block's scale if that is more. Rows that are no whole blocks wide, such
+            as the gradients of weights, and float64 rows travel in their dtype.
         slice_order: the order of destination nodes. ``"in-turn"``: a rank sends to all nodes, and ends with all
             together. ``"staged"``: by the stages of a schedule, in each of which a node receives from one node only
             (FAST); for skewed routing on networks that slow down when several nodes send to one.

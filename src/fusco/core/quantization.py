@@ -16,9 +16,10 @@ ScaleRule = Literal["amax", "power-of-two", "mx-floor", "mx-ceil", "nvfp4"]
 
 _BLOCKS = {"fp8_e4m3": (16, 32, 64, 128, 256), "mxfp8": (32,), "nvfp4": (16,)}
 _SCALES = {"fp8_e4m3": ("float32", "power-of-two", "ue8m0"), "mxfp8": ("ue8m0",), "nvfp4": ("e4m3",)}
-_LAYOUTS = {"fp8_e4m3": ("row", "tma"), "mxfp8": ("row", "tma"), "nvfp4": ("row",)}
+_LAYOUTS = {"fp8_e4m3": ("row", "tma"), "mxfp8": ("row", "tma", "swizzled"), "nvfp4": ("row", "swizzled")}
 _GLOBAL_SCALES = 2.0**-100, 2.0**100  # with which a block's scale times the global one is a normal float32
 _TMA_BYTES = 16  # strides that TMA reads are multiples of this
+_TILE = 4, 32, 4  # of swizzled scales: groups of rows, rows of a group, columns
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Quantize:
         layout: of the scales on arrival. ``"row"``: (num_rows, H / block), contiguous. ``"tma"``: the same shape,
             column-major, with columns a multiple of 16 bytes apart, as DeepGEMM's ``get_mn_major_tma_aligned_tensor``
             returns; ue8m0 scales are packed four to an int32, the first in the lowest byte, (num_rows, ceil(H / block /
-            4)), as DeepGEMM reads them on Blackwell. Not for ``"nvfp4"``.
+            4)), as DeepGEMM reads them on Blackwell. Not for ``"nvfp4"``. ``"swizzled"``, of mx and NVFP4 scales: bytes
+            in the order of cuBLAS and CUTLASS on Blackwell (PyTorch's ``SWIZZLE_32_4_4``), filled up with zeros to a
+            multiple of 128 rows and of 4 columns: (ceil(num_rows / 128) * 128, ceil(H / block / 4) * 4). A block of an
+            expert begins at a tile if ``expert_alignment``, or ``rows_per_expert``, is a multiple of 128.
         rounding: of mx scales: ``"ceil"`` (the default, also of torchao's inference) to the power of two with which no
             value is too large, or ``"floor"``, which may cut off an eighth of the largest ones.
         global_scale: of ``"nvfp4"``: the scale of a block is a multiple of it, and a value is code x scale x
@@ -78,7 +82,7 @@ class Quantize:
     format: Literal["fp8_e4m3", "mxfp8", "nvfp4"] = "fp8_e4m3"
     block: int | None = None
     scale: Literal["float32", "power-of-two", "ue8m0", "e4m3"] | None = None
-    layout: Literal["row", "tma"] = "row"
+    layout: Literal["row", "tma", "swizzled"] = "row"
     rounding: Literal["floor", "ceil"] | None = None
     global_scale: float = 1.0
     straight_through: bool = False
@@ -181,10 +185,13 @@ def empty_scales(rows: tuple[int, ...], quantize: Quantize, hidden: int, device:
 def lay_out_scales(scales: torch.Tensor, quantize: Quantize, hidden: int) -> torch.Tensor:
     """Return scales that arrived as rows (..., num_rows, H / block) in the layout of ``quantize``.
 
-    For ``"row"`` these are the same; for ``"tma"`` they are copied, by one PyTorch copy, with four ue8m0 scales packed.
+    For ``"row"`` these are the same; for the others they are copied, by one PyTorch copy, or two if they are filled up;
+    for ``"tma"`` with four ue8m0 scales packed.
     """
     if quantize.layout == "row":
         return scales
+    if quantize.layout == "swizzled":
+        return _swizzled(scales)
     laid_out = empty_scales(tuple(scales.shape[:-1]), quantize, hidden, scales.device)
     if scales.element_size() == 1:
         scales = scales.view(torch.uint8)
@@ -202,21 +209,53 @@ def dequantize_rows(values: torch.Tensor, scales: torch.Tensor, quantize: Quanti
     tensor(0.5000, dtype=torch.bfloat16)
     """
     hidden = values.shape[-1] * (2 if quantize.format == "nvfp4" else 1)
-    factors = widened_scales(scales, quantize, hidden)
+    factors = widened_scales(scales, quantize, hidden)[..., : values.shape[-2], :]
     wide = _e2m1_values(values) if quantize.format == "nvfp4" else values.to(torch.float32)
     blocks = wide.view(*factors.shape, quantize.columns) * factors[..., None]
     return blocks.view(wide.shape).to(dtype)
 
 
 def widened_scales(scales: torch.Tensor, quantize: Quantize, hidden: int) -> torch.Tensor:
-    """Return scales in any layout as float32 (..., num_rows, H / block), contiguous, times the global one."""
+    """Return scales in any layout as float32 (..., num_rows, H / block), contiguous, times the global one.
+
+    Those that are swizzled have rows of zeros behind.
+    """
     num_scales = quantize.widths(hidden).scales
+    if quantize.layout == "swizzled":
+        scales = _unswizzled(scales)[..., :num_scales]
     if scales.dtype == torch.int32:
         # Cloned, as ``contiguous`` leaves any strides to dimensions of one element.
         of_bytes = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_scales]
         return of_bytes.contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
     wide = scales.to(torch.float32).contiguous()
     return wide * quantize.global_scale if quantize.format == "nvfp4" else wide
+
+
+def _swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales of one byte in tiles: row ``r``, column ``c`` of one is its byte ``r % 32 * 16 + r // 32 * 4 + c``.
+
+    Source: cuBLAS 13, "1D block scaling factors layout".
+    """
+    groups, rows, columns = _TILE
+    missing = -scales.shape[-1] % columns, -scales.shape[-2] % (groups * rows)
+    filled = torch.nn.functional.pad(scales.view(torch.uint8), (0, missing[0], 0, missing[1]))
+    *outer, num_rows, num_columns = filled.shape
+    tiles = filled.view(*outer, num_rows // (groups * rows), groups, rows, num_columns // columns, columns)
+    return _transposed(tiles, (-5, -2, -3, -4, -1)).view(filled.shape).view(scales.dtype)
+
+
+def _unswizzled(scales: torch.Tensor) -> torch.Tensor:
+    groups, rows, columns = _TILE
+    *outer, num_rows, num_columns = scales.shape
+    tiles = scales.view(torch.uint8).view(
+        *outer, num_rows // (groups * rows), num_columns // columns, rows, groups, columns
+    )
+    return _transposed(tiles, (-5, -2, -3, -4, -1)).view(scales.shape).view(scales.dtype)
+
+
+def _transposed(tiles: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return a contiguous copy with the last dimensions in another order."""
+    return tiles.permute(*range(tiles.ndim - len(order)), *order).contiguous()
 
 
 def _e2m1_values(packed: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,11 @@ class Wire(NamedTuple):
         return cls(torch.uint8, wanted.row_bytes(hidden), wanted)
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype of the sums before they are sent, and after they have been read."""
+        return self.dtype if self.quantize is None else torch.float32
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
         return self.width * self.dtype.itemsize

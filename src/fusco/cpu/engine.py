@@ -158,7 +158,7 @@ class CpuEngine:
         return Pending(published.pack(), run, attachments.attachment if attachments else None)
 
     def prepare_redispatch(self, request: RedispatchRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:
-        self._stage(request.payloads, call)
+        self._stage(request.payloads, call, request.origin)
         return Pending((), lambda _: self._move_rows(request.plan, request.payloads, None, call))
 
     def prepare_combine(self, request: CombineRequest[CpuPlan], call: Call) -> Pending[list[torch.Tensor]]:

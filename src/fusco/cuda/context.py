@@ -12,6 +12,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.recent import Recent
 from fusco.core.timeline import NO_TIMELINE, NoTimeline, Timeline
 from fusco.core.topology import Topology
+from fusco.core.wire import Wire
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
@@ -123,7 +124,11 @@ class CudaContext:
         """This rank's node."""
         return self.topology.rank_to_node[self.rank]
 
+    def wire(self, dtype: torch.dtype, hidden: int) -> Wire:
+        """Return the form in which partial sums of rows of ``dtype`` are sent between nodes."""
+        return Wire.of(dtype, hidden, self.arena.layout.settings.wire_dtype)
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which partial sums of rows of ``dtype`` are sent."""
+        """Return the dtype in which partial sums of rows of ``dtype`` are sent within a node."""
         wire_dtype = self.arena.layout.settings.sum_dtype
         return torch.promote_types(dtype, wire_dtype) if wire_dtype else dtype

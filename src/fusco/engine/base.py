@@ -182,10 +182,15 @@ class RedispatchRequest(Request, Generic[PlanT]):
     payloads: Sequence[torch.Tensor]
     plan: PlanT
     launch: Launch
+    origin: Origin | None = None  # as of a dispatch
 
     @property
     def fields(self) -> Fields:
-        return {"payloads": list(map(describe_rows, self.payloads)), "requires_grad": str(wants_grad(self.payloads[0]))}
+        return {
+            **({"quantize": self.origin.text} if self.origin else {}),
+            "payloads": list(map(describe_rows, self.payloads)),
+            "requires_grad": str(wants_grad(self.payloads[0])),
+        }
 
 
 @dataclass(kw_only=True)

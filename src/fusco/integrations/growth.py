@@ -141,6 +141,11 @@ class GrowingCommunicators:
             self._current = grown
         return grown.comm
 
+    @property
+    def current(self) -> Grown | None:
+        """The communicator of the latest call; the same on all ranks."""
+        return self._current
+
     def rejecting(self) -> Rejecting:
         """Make an error inside a rejection of the call that all other ranks make: they raise at once, too."""
         if self._current is not None:
@@ -166,7 +171,13 @@ class GrowingCommunicators:
         needs = self._gather(_operation(purpose), need)
         if earlier := self._latest.get(num_experts):
             needs.append(earlier.capacity)
-        capacity = reduce(Need.union, needs).with_reserve()
+        grown = self._grow(num_experts, reduce(Need.union, needs).with_reserve(), device)
+        # Only now: the next call tries again if there is no room for it.
+        self._latest[num_experts], self._current, self._purpose = grown, grown, purpose
+        return grown
+
+    def _grow(self, num_experts: int, capacity: Need, device: torch.device) -> Grown:
+        """Make a communicator; a collective."""
         comm = Communicator(
             self._group(),
             num_experts=num_experts,
@@ -176,11 +187,8 @@ class GrowingCommunicators:
             device=device,
         )
         comm.take_turns()  # engines run each of two micro-batches in a thread of its own
-        grown = Grown(comm, capacity, len(self._communicators))
         self._communicators.append(comm)
-        # Only now: the next call tries again if there is no room for it.
-        self._latest[num_experts], self._current, self._purpose = grown, grown, purpose
-        return grown
+        return Grown(comm, capacity, len(self._communicators) - 1)
 
     def _gather(self, operation: str, need: Need, rejection: str = "") -> list[Need]:
         """Return what all ranks need; raise as a collective does if they do not agree."""

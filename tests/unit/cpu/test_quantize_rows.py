@@ -114,6 +114,26 @@ def test_ue8m0_scales_are_packed_four_to_an_integer():
     assert torch.equal(wide, exponents.view(torch.float8_e8m0fnu).float())
 
 
+@pytest.mark.parametrize(("format_", "num_rows", "num_scales"), [("nvfp4", 128, 4), ("mxfp8", 130, 6), ("nvfp4", 0, 5)])
+def test_swizzled_scales_are_where_cublas_reads_them(format_, num_rows, num_scales):
+    quantize = Quantize(format_, layout="swizzled")
+    codes = torch.randint(0, 120, (2, num_rows, num_scales), generator=torch.Generator().manual_seed(1)).byte()
+    seen = lay_out_scales(codes.view(quantize.scale_dtype), quantize, num_scales * quantize.columns)
+    tiles_down, tiles_across = -(-num_rows // 128), -(-num_scales // 4)
+    assert seen.shape == (2, tiles_down * 128, tiles_across * 4)
+    assert seen.dtype == quantize.scale_dtype
+    assert seen.is_contiguous()
+    expected = torch.zeros(2, tiles_down * tiles_across * 512, dtype=torch.uint8)
+    for row in range(num_rows):
+        for column in range(num_scales):
+            tile = row // 128 * tiles_across + column // 4
+            place = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            expected[:, place] = codes[:, row, column]
+    assert torch.equal(seen.view(torch.uint8).view(2, -1), expected)
+    wide = widened_scales(seen, quantize, num_scales * quantize.columns)
+    assert torch.equal(wide[:, :num_rows], codes.view(quantize.scale_dtype).float())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -121,7 +141,7 @@ def test_ue8m0_scales_are_packed_four_to_an_integer():
         ({"block": 100}, "block of format 'fp8_e4m3' must be 16, 32, 64, 128, 256, got 100"),
         ({"format": "mxfp8", "block": 16}, "block of format 'mxfp8' must be 32, got 16"),
         ({"format": "mxfp8", "scale": "float32"}, "scale of format 'mxfp8' must be 'ue8m0', got 'float32'"),
-        ({"format": "nvfp4", "layout": "tma"}, "layout of format 'nvfp4' must be 'row', got 'tma'"),
+        ({"format": "nvfp4", "layout": "tma"}, "layout of format 'nvfp4' must be 'row', 'swizzled', got 'tma'"),
         ({"rounding": "ceil"}, "rounding of format 'fp8_e4m3' must be None, got 'ceil'"),
         ({"global_scale": 2.0}, "format 'fp8_e4m3' has no global_scale, got 2.0"),
         ({"format": "nvfp4", "global_scale": 0.0}, "global_scale must be from 2**-100 to 2**100, got 0.0"),

@@ -12,7 +12,7 @@ from simulated_device import Machine
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits, assert_within, world_rows
-from fusco import BALANCERS, Balancer, Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
+from fusco import BALANCERS, Balancer, Capacity, ExpertPlacement, Launch, Quantize, Settings, StaticRows, Topology
 from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -50,7 +50,7 @@ class Scene:
     ring_depth: int = 2
     payloads: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = PAYLOADS[0]
     dtype: torch.dtype = torch.bfloat16
-    wire_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | Quantize | None = None
     hidden: int = 5
     alignment: int = 1
     is_static: bool = False
@@ -103,7 +103,11 @@ class Scene:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, self.wire_dtype or self.dtype)
+        return torch.promote_types(self.dtype, self.sum_dtype or self.dtype)
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        return None if isinstance(self.wire_dtype, Quantize) else self.wire_dtype
 
     @property
     def row_bytes(self) -> int:
@@ -230,8 +234,17 @@ class Play:
             assert out.dtype == scene.dtype
             # Partial sums travel within a node, and then between nodes.
             exact = law.sums(rank, self.y, self.weights if is_weighted else None, law.ranks)
-            bound = law.error_bound(exact, scene.dtype, scene.wire_dtype, num_hops=2)
+            bound = law.error_bound(exact, scene.dtype, scene.sum_dtype, num_hops=2)
+            if isinstance(scene.wire_dtype, Quantize):
+                bound = (bound + _error_of_quantised_sums(exact.remote_size, scene.wire_dtype, scene.num_nodes)) * 1.01
             assert_within(out, exact.exact, bound, f"sums of rank {rank}")
+
+
+def _error_of_quantised_sums(remote_size: torch.Tensor, quantize: Quantize, num_nodes: int) -> torch.Tensor:
+    """Half of the last place of each code: of its value, or of the smallest one with the largest scale."""
+    shape = len(remote_size), remote_size.shape[1] // quantize.columns, quantize.columns
+    largest = remote_size.view(shape).amax(-1, keepdim=True).expand(shape).reshape(remote_size.shape)
+    return remote_size / 16 + (num_nodes - 1) * 2 * largest / 448 * 2**-10
 
 
 def made_on(at: Rank, values: torch.Tensor) -> torch.Tensor:

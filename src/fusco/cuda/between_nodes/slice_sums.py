@@ -10,12 +10,14 @@ import torch
 from fusco.core.config import Launch
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype
+from fusco.core.wire import Wire
 from fusco.cuda.between_nodes.nccl import Message, num_bytes_of
 from fusco.cuda.between_nodes.network import Network
 from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.between_nodes.slice_ring import SliceRing
 from fusco.cuda.between_nodes.slice_sender import num_rows_per_slice
 from fusco.cuda.between_nodes.sum_program import returning_sums
+from fusco.cuda.between_nodes.wire_rows import read_sums, write_sums
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import RowsAt
 from fusco.cuda.kernels.add_returned import ReturnedSums, add_returned
@@ -41,7 +43,7 @@ class _Summing(NamedTuple):
 
     request: CombineRequest[InternodePlan]
     rows: torch.Tensor  # aligned
-    wire_dtype: torch.dtype
+    wire: Wire
     launcher: Launcher  # on ``stream``
     stream: torch.cuda.Stream
     call: Call
@@ -58,8 +60,8 @@ class SliceSums:
         self, request: CombineRequest[InternodePlan], rows: torch.Tensor, stream: torch.cuda.Stream, call: Call
     ) -> torch.Tensor:
         """Sum rows: other nodes' tokens first, in slices, so that their sums are sent while local tokens are summed."""
-        wire_dtype, launcher = self._context.wire_dtype(rows.dtype), self._context.launcher(stream)
-        summing = _Summing(request, rows, wire_dtype, launcher, stream, call)
+        wire, launcher = self._context.wire(rows.dtype, rows.shape[1]), self._context.launcher(stream)
+        summing = _Summing(request, rows, wire, launcher, stream, call)
         plan, timeline = request.plan, self._context.timeline
         returned, arrival = self._return_sums(summing)
         own = rows.new_empty(plan.num_tokens, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
@@ -70,10 +72,11 @@ class SliceSums:
             if plan.traffic.is_shared:
                 self._fetch_sums(summing, returned)
         out = rows.new_empty(plan.num_tokens, rows.shape[1])
-        call.profile.internode_empty_bytes = plan.num_empty_rows * rows.shape[1] * wire_dtype.itemsize
+        call.profile.internode_empty_bytes = plan.num_empty_rows * wire.row_bytes
         nodes = sorted(returned)
         places = [plan.forwarding.places(node) for node in nodes]
-        sums = ReturnedSums([returned[node].data_ptr() for node in nodes], places, wire_dtype)
+        parts = [read_sums(returned[node], wire, rows.shape[1]) for node in nodes]
+        sums = ReturnedSums([part.data_ptr() for part in parts], places, wire.sum_dtype)
         with timeline.span("add", "sums of other nodes", stream):
             if adding := add_returned(launcher, own.data_ptr(), sums, RowsAt.of(out), plan.num_tokens):
                 adding.launch(stream.cuda_stream)
@@ -81,19 +84,24 @@ class SliceSums:
 
     def _return_sums(self, summing: _Summing) -> tuple[dict[int, torch.Tensor], torch.cuda.Event | None]:
         """Launch sums of other nodes' tokens; return the buffers of returning sums by node, and the last arrival."""
-        request, rows, wire_dtype, _, stream, call = summing
-        plan, traffic, timeline, hidden = request.plan, request.plan.traffic, self._context.timeline, rows.shape[1]
-        size = hidden * wire_dtype.itemsize
+        request, rows, wire, launcher, stream, call = summing
+        plan, traffic, timeline, size = request.plan, request.plan.traffic, self._context.timeline, wire.row_bytes
         rows_per_slice = num_rows_per_slice(self._layout, traffic, size)
         own_rows = traffic.num_rows[plan.rank]
-        returned = {n: rows.new_empty(own_rows[n], hidden, dtype=wire_dtype) for n in traffic.destinations}
+        returned = {n: rows.new_empty(own_rows[n], wire.width, dtype=wire.dtype) for n in traffic.destinations}
         carried = self._arena.address(self._arena.local, self._layout.offsets["pool"])
         streams = stream, self._network.stream
         arrival = None
         for number, held in enumerate(plan.slices(rows_per_slice)):
-            sums = self._ring.slot(number, stream, wire_dtype)
+            sums = self._ring.slot(number, stream, wire.dtype)
             with timeline.span("sum", f"slice {number}", stream):
-                self._sum(summing, held, sums)
+                if wire.quantize is None:
+                    self._sum(summing, held, sums)
+                else:
+                    first, end = held.first_row[traffic.local : traffic.local + 2]
+                    wide = rows.new_empty(end - first, rows.shape[1], dtype=wire.sum_dtype)
+                    self._sum(summing, held, wide)
+                    write_sums(launcher, wide, wire, sums)
             sends = returning_sums(traffic, number, rows_per_slice, size, sums.data_ptr())
             receives = []
             for piece in traffic.sends(number, rows_per_slice):
@@ -118,7 +126,8 @@ class SliceSums:
             node_barrier(summing.launcher)  # carriers may overwrite them
 
     def _sum(self, summing: _Summing, held: HeldRows, out: torch.Tensor) -> None:
-        request, rows, wire_dtype, launcher, stream, call = summing
+        request, rows, _, launcher, stream, call = summing
+        wire_dtype = self._context.wire_dtype(rows.dtype)
         sums = RowsAt(out.data_ptr(), out.dtype, rows.shape[1])  # a slot has rows in one dimension
         num_sms, is_weighted = with_internode_sms(request.launch).num_sms, request.is_weighted
         summed = combine_rows(

@@ -50,10 +50,16 @@ class SumMaker:
         *,
         is_weighted: bool,
     ) -> InternodeSumProgram | None:
-        """Return the program of a combine; ``None`` unless it is one slice of rows that follow each other."""
+        """Return the program of a combine of one slice of rows that follow each other; ``None`` for other ones.
+
+        ``None`` for quantised sums, too, of which copies of PyTorch are a part.
+        """
         of, traffic, context = InternodeSumProgram, plan.traffic, self.context
         wire_dtype, hidden = context.wire_dtype(given.dtype), given.shape[1]
-        size = hidden * wire_dtype.itemsize
+        wire = context.wire(given.dtype, hidden)
+        if wire.quantize is not None:
+            return None
+        size = wire.row_bytes
         rows_per_slice, planned = num_rows_per_slice(context.layout, traffic, size), plan.at(Value(of.TABLES))
         own = planned.run_of(own_runs(traffic, planned), traffic.local)
         is_whole = traffic.num_slices(rows_per_slice) == 1 and not traffic.is_shared and plan.num_tokens and size

@@ -59,9 +59,14 @@ class BufferBase:
         raise NotImplementedError(f"fusco's {cls.__name__} has {cls._offered} only, not {what}")
 
     @contextmanager
-    def _along(self, find: Callable[[], _Sent], *previous_events: Event) -> Iterator[_Sent]:
-        """Yield the routing that ``find`` finds in a caller's handle; a block's errors are those of a call along it."""
-        with self._comms.rejecting():
+    def _along(
+        self, find: Callable[[], _Sent], *previous_events: Event, comms: GrowingCommunicators | None = None
+    ) -> Iterator[_Sent]:
+        """Yield the routing that ``find`` finds in a caller's handle; a block's errors are those of a call along it.
+
+        ``comms`` are those of a call that are not the buffer's.
+        """
+        with (comms or self._comms).rejecting():
             sent = find()
         with sent.rejecting():
             wait_for(*previous_events)

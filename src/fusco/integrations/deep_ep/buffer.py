@@ -77,11 +77,12 @@ class Buffer(LowLatencyCalls):
             group: ranks among which experts are distributed, in equal runs of consecutive experts; of any backend.
             num_nvl_bytes, num_rdma_bytes, explicitly_destroy: kept as attributes; ``destroy`` always works.
             low_latency_mode: kept as an attribute: both modes always work.
+            enable_shrink: let low-latency calls go on without ranks that fail; see ``LowLatencyCalls``.
             comm: an MPI communicator; not supported.
         """
         if group is None or comm is not None:
             raise ValueError("fusco's Buffer needs a torch.distributed process group, and takes no MPI communicator")
-        super().__init__(group)
+        super().__init__(group, is_masked=enable_shrink)
         self.rank, self.group_size = self._rank, self._num_ranks
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from fusco.cuda.within_node.device_plan import capture_number
 from fusco.integrations.along_handles import require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows
 from fusco.integrations.deep_ep.events import EventOverlap, finished
+from fusco.integrations.deep_ep.masks import MaskedCommunicator
+from fusco.integrations.deep_ep.wait_costs import waits_for_ranks
 from fusco.integrations.expert_rows import ExpertRows, SentRows
+from fusco.integrations.growth import GrowingCommunicators
 from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
+_Result = TypeVar("_Result")
 _BITS_OF_COUNT = 32  # of an element of ``LowLatencyHandle.layout_range``
 
 
@@ -34,8 +38,24 @@ class LowLatencyHandle(Sequence[Any]):
     Elements are ``src_info``, ``layout_range``, T, H and E.
     """
 
-    def __init__(self, sent: SentRows, num_max_tokens: int, hidden: int) -> None:
+    def __init__(self, sent: SentRows, num_max_tokens: int, hidden: int, *, may_outlive_plan: bool = False) -> None:
+        """With ``may_outlive_plan`` ranks may be masked before the handle is used again, which ends the plan."""
         self.sent, self.num_max_tokens, self.hidden = sent, num_max_tokens, hidden
+        self.routing = sent  # of a combine: the dispatch, or one that was made again without ranks that are masked
+        self._numbers = sent.comm.topology.numbers  # of the ranks
+        self._order: torch.Tensor | None = None  # of rows in that routing; as they are
+        if may_outlive_plan:
+            self._sources  # noqa: B018  computed now, and kept
+
+    def renew(self, routing: SentRows) -> None:
+        """Take a dispatch of the same ids among fewer ranks, for combines."""
+        present = torch.tensor(routing.comm.topology.numbers, device=self._sources.device)
+        is_left = self._is_row & torch.isin(self._sources[..., 0], present)
+        self.routing, self._order = routing, (~is_left).byte().sort(dim=1, stable=True).indices[..., None]
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows (E / R, R * T, H) that are in the order of the dispatch in that of the routing."""
+        return rows if self._order is None else rows.gather(1, self._order.expand_as(rows))
 
     @cached_property
     def src_info(self) -> torch.Tensor:
@@ -49,15 +69,23 @@ class LowLatencyHandle(Sequence[Any]):
     def layout_range(self) -> torch.Tensor:
         """First row and number of rows from each rank, int64 (E / R, R): the first in the upper 32 bits."""
         counts, num_ranks = self.sent.dispatched.num_rows_per_expert, self.sent.comm.placement.world_size
-        num_local, num_rows = self._sources.shape[:2]
-        is_row = torch.arange(num_rows, device=counts.device) < counts[:, None]
-        src = torch.where(is_row, self._sources[..., 0], num_ranks)
+        num_local = len(counts)
+        src = torch.where(self._is_row, self._sources[..., 0], num_ranks)
         from_ranks = counts.new_zeros(num_local, num_ranks + 1).scatter_add_(1, src, torch.ones_like(src))[:, :-1]
         return ((from_ranks.cumsum(1) - from_ranks) << _BITS_OF_COUNT) | from_ranks
 
+    @property
+    def _is_row(self) -> torch.Tensor:
+        counts = self.sent.dispatched.num_rows_per_expert
+        return torch.arange(self._sources.shape[1], device=counts.device) < counts[:, None]
+
     @cached_property
     def _sources(self) -> torch.Tensor:
-        return self.sent.handle.plan.slot_to_source.view(*self.sent.handle.rows_shape, 2)
+        sources = self.sent.handle.plan.slot_to_source.view(*self.sent.handle.rows_shape, 2)
+        if len(self._numbers) < self.sent.comm.placement.world_size:  # ranks are masked
+            number_of = torch.tensor(self._numbers, device=sources.device)
+            sources = torch.stack((number_of[sources[..., 0]], sources[..., 1]), -1)
+        return sources
 
     def __len__(self) -> int:
         return 5
@@ -87,10 +115,15 @@ class LowLatencyCalls(BufferBase):
     With ``return_recv_hook`` a call runs on the communicator's stream, and its hook makes the current stream wait: what
     the caller launches between the two overlaps. fusco's kernels wait for peers themselves, so they take SMs in the
     meantime, unlike DeepEP's. On the CPU, and without a hook, a call is complete when it returns.
+
+    With ``enable_shrink`` a rank that fails, leaves or is late (``Settings.timeout_s``) in a call is masked: the other
+    ranks make the call again without it, and it has no tokens and no experts from then on. So that all of them do, the
+    host waits for each call, and all agree at its end.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, is_masked: bool = False) -> None:
         super().__init__(group)
+        self._masked = MaskedCommunicator(group) if is_masked else None
         self._kept = KeptTensors()
         self._combine_buffers: dict[Any, torch.Tensor] = {}  # by shape, device and capture of a graph
 
@@ -101,22 +134,42 @@ class LowLatencyCalls(BufferBase):
         """Return the same for all sizes: fusco allocates by the calls' own sizes."""
         return SIZE_HINT
 
+    def destroy(self) -> None:
+        """Release all resources without waiting for other ranks; the buffer cannot be used afterwards."""
+        super().destroy()
+        if self._masked:
+            self._masked.abort()
+
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Do nothing: calls of both modes may follow each other in any order."""
+        """Wait for all ranks with ``enable_shrink``, else do nothing: calls of both modes may be in any order."""
+        self._complete(lambda: None)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Raise ``NotImplementedError`` unless the rank takes part already: no rank can be left out."""
+        """Mask a rank, or take it in again: a collective of the ranks that are left.
+
+        A rank that was masked asks to come back by ``mask=False`` for itself, and waits until the others take it in.
+        They do so if it has asked, else it stays masked. Raises ``NotImplementedError`` for ``mask=True`` without
+        ``enable_shrink``.
+        """
         check_integer("rank_to_mask", rank_to_mask, least=0, most=self._num_ranks - 1)
-        if mask:
-            self._refuse(f"communication without rank {rank_to_mask}")
+        if self._masked and mask:
+            self._masked.mask(rank_to_mask)
+        elif self._masked:
+            self._masked.unmask(rank_to_mask)
+        elif mask:
+            self._refuse(f"communication without rank {rank_to_mask} unless it is made with enable_shrink=True")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Write zeros into int32 (R,): all ranks take part."""
+        """Write 1 for each rank that is masked and 0 for the others into int32 (R,)."""
         require_shape("mask_status", mask_status, self._num_ranks)
         mask_status.zero_()
+        for rank in self._masked.masked if self._masked else ():
+            mask_status[rank] = 1
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Do nothing: all ranks take part."""
+        """Take in all masked ranks that have asked to come back, as ``low_latency_update_mask_buffer``."""
+        if self._masked:
+            self._masked.unmask()
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -141,7 +194,9 @@ class LowLatencyCalls(BufferBase):
             num_max_dispatch_tokens_per_rank: T, the same on all ranks.
             num_experts: E.
             cumulative_local_expert_recv_stats: int32 (E / R,), to which rows are added.
-            dispatch_wait_recv_cost_stats: must be ``None``: waits are not measured by rank.
+            dispatch_wait_recv_cost_stats: int64 (R,), to which the nanoseconds are added that each rank has come later
+                than this one (DeepEP counts cycles); on all ranks or on none. The host waits then, and the first call
+                of a buffer counts nothing without ``enable_shrink``.
             use_fp8: send rows as FP8 with a scale for each 128 columns, quantised where the token is.
             round_scale: scales are powers of two.
             use_ue8m0: with ``round_scale``, scales are their exponents, four in an int32.
@@ -153,9 +208,8 @@ class LowLatencyCalls(BufferBase):
             int32 (E / R, R * T, H / 512), column-major; those behind an expert's last row are undefined. Rows of each
             local expert, int32 (E / R,); the handle; the event; the hook or ``None``.
         """
-        with self._comms.rejecting():
-            if dispatch_wait_recv_cost_stats is not None:
-                self._refuse("dispatch_wait_recv_cost_stats")
+        with self._low_latency.rejecting():
+            require_shape("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._num_ranks)
             launch = _launch(x.device, async_finish, return_recv_hook)
             num_max = num_max_dispatch_tokens_per_rank
             check_integer("num_max_dispatch_tokens_per_rank", num_max, least=1)
@@ -166,23 +220,10 @@ class LowLatencyCalls(BufferBase):
             stats, num_local = cumulative_local_expert_recv_stats, num_experts // self._num_ranks
             require_shape("cumulative_local_expert_recv_stats", stats, num_local)
             quantize = _quantize(round_scale, use_ue8m0) if use_fp8 else None
-            # Room for the weights of a combine, which come with it.
-            shape = tuple(topk_idx.shape)
-            weights = self._kept.get(
-                f"ones {shape}", x.device, lambda: torch.ones(shape, dtype=torch.float32, device=x.device)
-            )
             num_received = torch.empty(num_local, dtype=torch.int32, device=x.device)
-            static = StaticRows(rows_per_expert=num_max * self._num_ranks)
-        sent = ExpertRows(self._comms, num_experts, num_max).dispatch(
-            [x.contiguous()],
-            topk_idx,
-            weights,
-            verb="low-latency dispatch",
-            with_weights=False,
-            static=static,
-            quantize=quantize,
-            launch=launch,
-        )
+        self._add_waits("low-latency dispatch", dispatch_wait_recv_cost_stats)
+        rows, options = x.contiguous(), {"quantize": quantize, "launch": launch}
+        sent = self._complete(lambda: self._send(rows, topk_idx, num_experts, num_max, **options))
 
         def receive() -> None:
             sent.dispatched.wait()
@@ -190,9 +231,9 @@ class LowLatencyCalls(BufferBase):
             if stats is not None:
                 stats.add_(num_received)
 
-        rows = sent.dispatched.payloads if use_fp8 else sent.dispatched.rows
-        handle = LowLatencyHandle(sent, num_max, x.shape[1])
-        return rows, num_received, handle, *_finish(receive, async_finish, return_recv_hook)
+        arrived = sent.dispatched.payloads if use_fp8 else sent.dispatched.rows
+        handle = LowLatencyHandle(sent, num_max, x.shape[1], may_outlive_plan=self._masked is not None)
+        return arrived, num_received, handle, *_finish(receive, async_finish, return_recv_hook)
 
     @torch.no_grad()
     def low_latency_combine(
@@ -220,22 +261,30 @@ class LowLatencyCalls(BufferBase):
             zero_copy: rows are in ``get_next_low_latency_combine_buffer``, not in ``x``.
             async_finish, return_recv_hook: as in the dispatch.
             out: bfloat16 (num_tokens, H), to write the sums to.
-            combine_wait_recv_cost_stats: must be ``None``.
+            combine_wait_recv_cost_stats: as ``dispatch_wait_recv_cost_stats``.
 
         Returns:
             Sums (num_tokens, H), in ``out`` if there is one; the event; the hook or ``None``.
         """
-        with self._along(lambda: require_handle(handle, LowLatencyHandle).sent) as sent:
-            if combine_wait_recv_cost_stats is not None:
-                self._refuse("combine_wait_recv_cost_stats")
+        with self._along(lambda: require_handle(handle, LowLatencyHandle).sent, comms=self._low_latency) as sent:
+            require_shape("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._num_ranks)
             launch = _launch(x.device, async_finish, return_recv_hook)
             _require_ids(topk_idx, sent)
             require_shape("topk_weights", topk_weights, *topk_idx.shape)
             weights = topk_weights.float().contiguous()
             require_shape("out", out, sent.handle.num_tokens, handle.hidden)
             rows = self.get_next_low_latency_combine_buffer(handle) if zero_copy else x.contiguous()
-        sent.replace_weights(weights)
-        (sums,) = sent.combine([rows], launch, weights="topk")
+        self._add_waits("low-latency combine", combine_wait_recv_cost_stats)
+
+        def combine() -> torch.Tensor:
+            if self._masked and handle.routing.grown is not self._masked.current:
+                handle.renew(
+                    self._send(x.new_empty(len(topk_idx), 1), topk_idx, sent.num_experts, handle.num_max_tokens)
+                )
+            handle.routing.replace_weights(weights)
+            return handle.routing.combine([handle.ordered(rows)], launch, weights="topk")[0]
+
+        sums = self._complete(combine)
         result = sums if out is None else out
 
         def receive() -> None:
@@ -245,6 +294,42 @@ class LowLatencyCalls(BufferBase):
                 out.copy_(sums)
 
         return result, *_finish(receive, async_finish, return_recv_hook)
+
+    @property
+    def _low_latency(self) -> GrowingCommunicators:
+        return self._masked or self._comms
+
+    def _complete(self, call: Callable[[], _Result]) -> _Result:
+        return self._masked.complete(call) if self._masked else call()
+
+    def _add_waits(self, verb: str, stats: torch.Tensor | None) -> None:
+        """Add how much later than this rank each other one has come to a call."""
+        if stats is None or self._low_latency.current is None:
+            return
+
+        def measure() -> list[int]:
+            assert self._low_latency.current is not None
+            return waits_for_ranks(self._low_latency.current.comm, verb, self._num_ranks, stats.device)
+
+        stats.add_(torch.tensor(self._complete(measure), device=stats.device))
+
+    def _send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, num_max: int, **options: Any
+    ) -> SentRows:
+        """Send tokens (num_tokens, ...), at most ``num_max``, with room for the weights that a combine brings."""
+        shape = tuple(topk_idx.shape)
+        weights = self._kept.get(
+            f"ones {shape}", x.device, lambda: torch.ones(shape, dtype=torch.float32, device=x.device)
+        )
+        return ExpertRows(self._low_latency, num_experts, num_max).dispatch(
+            [x],
+            topk_idx,
+            weights,
+            verb="low-latency dispatch",
+            with_weights=False,
+            static=StaticRows(rows_per_expert=num_max * self._num_ranks),
+            **options,
+        )
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Return memory for the rows of a combine with ``zero_copy``: bfloat16 (E / R, R * T, H).

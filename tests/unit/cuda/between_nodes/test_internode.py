@@ -21,7 +21,7 @@ from simulated_kernels import SimulatedKernel
 from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits
-from fusco import BALANCERS, Capacity, ExpertPlacement, Groups, Launch, MismatchError, Settings, Topology
+from fusco import BALANCERS, Capacity, ExpertPlacement, Groups, Launch, MismatchError, Quantize, Settings, Topology
 from fusco.core.profile import CallProfile
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -58,6 +58,25 @@ def scenes(draw):
 @settings(max_examples=25)
 def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
     play(scene, order)
+
+
+@pytest.mark.parametrize("quantize", [Quantize(block=16), Quantize(block=32, scale="power-of-two")], ids=str)
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node", "dtype"), [(2, 1, torch.bfloat16), (3, 2, torch.float32)])
+@pytest.mark.parametrize("slice_bytes", [300, 4096])
+def test_sums_that_travel_quantised_are_within_their_bound(slice_bytes, num_nodes, ranks_per_node, dtype, quantize):
+    for seed in range(4):
+        scene = Scene(
+            num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node,
+            kind=KINDS[seed],
+            seed=seed,
+            slice_bytes=slice_bytes,
+            dtype=dtype,
+            hidden=64,
+            wire_dtype=quantize,
+            is_static=seed % 2 == 1,
+        )
+        play(scene, order=seed)
 
 
 @pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
