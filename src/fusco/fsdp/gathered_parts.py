@@ -80,8 +80,7 @@ def gathered_parts(model: nn.Module, planned: Sequence[Sequence[str]]) -> Iterat
                 part[name] = part[tied]
             elif isinstance(state[name], torch.Tensor):
                 values = _gathered(state[name].detach(), [of_rank[name] for of_rank in of_ranks])
-                is_cut = name in num_cut and values is not None
-                part[name] = with_zeros(values, num_cut[name]) if is_cut else values
+                part[name] = values if values is None or name not in num_cut else with_zeros(values, num_cut[name])
             else:
                 part[name] = state[name]
         yield part if dist.get_rank() == 0 else {}
@@ -157,7 +156,7 @@ def _gathered(tensor: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | Non
     sizes = [[each.stop - each.start for each in part] for part in parts]
     row = max(prod(size[1:]) for size in sizes)
     num_rows = max(1, _BYTES_AT_ONCE // max(1, len(parts) * row * tensor.element_size()))
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype) if is_first else None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if is_first else None
     sent = torch.empty(num_rows * row, dtype=tensor.dtype, device=local.device)
     received = [torch.empty_like(sent).view(torch.uint8) for _ in parts] if is_first else None
     for first in range(0, max(size[0] for size in sizes), num_rows):
