@@ -21,6 +21,7 @@ from limited_world import LimitedWorld
 from rich.console import Console
 from rich.table import Table
 
+from fusco.bench.harness.environment import commit, hardware
 from fusco.ranks.local_world import PRELOADED
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -79,8 +80,10 @@ def read_records() -> list[Record]:
 
 
 def _write(kind_to_record: dict[str, Record]) -> None:
-    head = {"source": "make test-architectures", "date": time.strftime("%Y-%m-%d")}
-    head |= {"transformers": transformers.__version__, "torch": torch.__version__}
+    machine = f"{hardware()['cpu']}, {hardware()['num_cores']} cores"
+    packages = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    head = {"source": "make test-architectures", "date": time.strftime("%Y-%m-%d"), "commit": commit()}
+    head |= {"hardware": f"{machine}; {packages}"}
     records = [kind_to_record[kind] for kind in sorted(kind_to_record)]
     RECORDS.write_text("".join(f"{json.dumps(each)}\n" for each in (head, *records)))
     PAGE.write_text(re.sub(r"(^\|.*\n)+", lambda _: render(records), PAGE.read_text(), count=1, flags=re.MULTILINE))
