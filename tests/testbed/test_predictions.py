@@ -25,7 +25,7 @@ SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbal
 MBIT, MBIT_OF_RAILS = (200, 500), 100
 HEADERS = 0.993  # of packets of 9000 bytes
 WITHIN = 0.10
-MOST_BUSY = 0.9  # of the cores' time: a time that is too long where they were busier is not the network's
+MOST_BUSY = 0.8  # of the cores' time: a time that is too long where they were busier is not the network's
 # Memory of results is used again: pages mapped anew in every call would keep the cores busy.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "OMP_NUM_THREADS": "1"}
 
