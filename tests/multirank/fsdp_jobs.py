@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -18,7 +19,7 @@ from fsdp_models import (
 )
 from fsdp_runs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fusco import Communicator, fsdp
@@ -95,11 +96,11 @@ def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[in
     return {"x": difference(x.grad, whole.grad[:, mine]) if x.numel() else 0.0, **differences}
 
 
-def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
+def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int, **options: object) -> dict[str, float]:
     """Return absolute differences of parameters after clipped AdamW steps from a single process."""
     expected = make_model(run.kind)
     alone_optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
-    with parallel(run) as (model, mesh):
+    with parallel(run, **options) as (model, mesh):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for index in range(num_steps):
             step_alone(expected, together(run.nums_sequences, index))
@@ -112,9 +113,43 @@ def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int) -> d
                 each.step()
                 each.zero_grad()
         return {
-            name: float((parameter.detach().full_tensor() - expected.get_parameter(name)).detach().abs().max())
+            name: float((_on_cpu(parameter, mesh) - expected.get_parameter(name)).detach().abs().max())
             for name, parameter in model.named_parameters()
         }
+
+
+def differences_of_offloaded_training(group: dist.ProcessGroup, run: Run) -> dict[str, float]:
+    """As ``differences_of_training``; parameters and the optimizer's moments are in main memory after a step."""
+    policy, step_of_adam = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()), torch.optim.AdamW.step
+
+    def watched(optimizer: torch.optim.AdamW) -> None:
+        step_of_adam(optimizer)
+        tensors = [*optimizer.state, *(moment for state in optimizer.state.values() for moment in state.values())]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+    with mock.patch.object(torch.optim.AdamW, "step", watched):
+        return differences_of_training(group, run, 3, offload=policy)
+
+
+def offloaded_from_meta(_: dist.ProcessGroup, path: Path) -> set[str]:
+    """Return the devices of parameters, filled after they were on meta, and those of buffers."""
+    mesh = mesh_of(2, 1)
+    with fsdp.parameters_on_meta():
+        model = make_model("qwen3")
+    sharding = fsdp.Sharding(offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()))
+    fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), sharding)
+    fsdp.materialize(model, mesh.device_type)
+    fsdp.load_hugging_face(path, model)
+    fsdp.save_checkpoint(path / "checkpoint", model)
+    fsdp.load_checkpoint(path / "checkpoint", model)
+    fsdp.save_hugging_face(path / "again", model)
+    logits = model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=mesh.device_type)).logits
+    assert logits.device.type == mesh.device_type == next(model.buffers()).device.type
+    return {parameter.device.type for parameter in model.parameters()}
+
+
+def _on_cpu(parameter: torch.Tensor, mesh: fsdp.EPMesh) -> torch.Tensor:
+    return parameter.detach().to(mesh.device_type).full_tensor().cpu()
 
 
 def bytes_while_sharding(_: dist.ProcessGroup, run: Run) -> dict[str, int]:

@@ -32,6 +32,7 @@ from fusco.fsdp.optimizer_state import (
     without_empty_groups,
     without_state,
 )
+from fusco.fsdp.shards import device_type_of
 
 _Checked = TypeVar("_Checked")
 # Keyed by parameter name, not by order, so each optimizer state has the layout of its parameter.
@@ -137,7 +138,7 @@ def _on_all_ranks(check: Callable[[], _Checked], model: nn.Module) -> _Checked:
     """As ``check_on_all_ranks``; in a process without a group, only here."""
     if not dist.is_initialized():
         return check()
-    return check_on_all_ranks(check, next(model.parameters()).device.type)
+    return check_on_all_ranks(check, device_type_of(next(model.parameters())))
 
 
 @contextmanager

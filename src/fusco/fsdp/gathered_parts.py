@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fusco.fsdp.adapters import adapter_names, is_adapted
 from fusco.fsdp.hugging_face_folder import INDEX, SINGLE
-from fusco.fsdp.shards import Part, local_part, local_values
+from fusco.fsdp.shards import Part, device_type_of, local_part, local_values
 from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 Weights = dict[str, Any]
@@ -79,8 +79,9 @@ def gathered_parts(model: nn.Module, planned: Sequence[Sequence[str]]) -> Iterat
             if tied != name:
                 part[name] = part[tied]
             elif isinstance(state[name], torch.Tensor):
-                values = _gathered(state[name].detach(), [of_rank[name] for of_rank in of_ranks])
-                part[name] = values if values is None or name not in num_cut else with_zeros(values, num_cut[name])
+                part[name] = _gathered(state[name].detach(), [of_rank[name] for of_rank in of_ranks])
+                if part[name] is not None and name in num_cut:
+                    part[name] = with_zeros(part[name], num_cut[name])
             else:
                 part[name] = state[name]
         yield part if dist.get_rank() == 0 else {}
@@ -157,7 +158,7 @@ def _gathered(tensor: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | Non
     row = max(prod(size[1:]) for size in sizes)
     num_rows = max(1, _BYTES_AT_ONCE // max(1, len(parts) * row * tensor.element_size()))
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if is_first else None
-    sent = torch.empty(num_rows * row, dtype=tensor.dtype, device=local.device)
+    sent = torch.empty(num_rows * row, dtype=tensor.dtype, device=device_type_of(tensor))
     received = [torch.empty_like(sent).view(torch.uint8) for _ in parts] if is_first else None
     for first in range(0, max(size[0] for size in sizes), num_rows):
         mine = local[first : first + num_rows].flatten()

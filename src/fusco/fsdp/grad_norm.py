@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fusco.fsdp.resharding import is_whole_copy
+from fusco.fsdp.shards import device_type_of
 
 
 def clip_grad_norm_(
@@ -74,7 +75,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: floa
         mesh_to_parameters.setdefault(_where(parameter), []).append(parameter)
     totals = []
     for (mesh, sharded_dims), group in mesh_to_parameters.items():
-        total = _local_total(group, norm_type)
+        total = _local_total(group, norm_type).to(device_type_of(group[0]))
         for dim in sharded_dims:
             assert mesh is not None
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fusco.fsdp.adapters import initialize_adapters
+from fusco.fsdp.wrapping import is_offloaded
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
     Args:
         model: made in ``parameters_on_meta`` and parallelized.
-        device: of parameters and buffers. Buffers keep their values.
+        device: of parameters and buffers; parameters that are offloaded are in main memory. Buffers keep their values.
 
     Raises:
         ValueError: for a buffer without values.
@@ -49,7 +50,10 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     for name, buffer in buffers.items():
         if buffer.is_meta:
             raise ValueError(f"buffer {name} has no values: make the model in fusco.fsdp.parameters_on_meta()")
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if is_offloaded(model) else device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])

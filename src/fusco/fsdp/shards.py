@@ -25,3 +25,8 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 def whole_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of all ranks; a collective of the ranks that share a sharded tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """Return the type of device that communicates a tensor's values, also if they are offloaded to main memory."""
+    return str(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device.type

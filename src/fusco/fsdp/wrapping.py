@@ -8,12 +8,14 @@ from itertools import pairwise
 from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.resharding import reshard_after_evaluation
+
+_OFFLOADED = "_fusco_is_offloaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +29,15 @@ class Sharding:
         mixed_precision: as for ``fully_shard``. Router weights are not cast on their way into the experts. Only the
             model's outputs are cast to ``output_dtype``, not those of blocks and experts.
         reshard_after_forward: as for ``fully_shard``, for blocks and experts.
+        offload: ``CPUOffloadPolicy()`` keeps parameters, gradients and so the optimizer in main memory; a GPU has a
+            block's parameters while it is used.
         has_prefetch: whether each block prefetches the next block and its experts, forward and backward.
     """
 
     expert_dim: int = 1
     mixed_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     reshard_after_forward: bool = True
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     has_prefetch: bool = True
 
     def __post_init__(self) -> None:
@@ -62,6 +67,7 @@ def shard_experts(experts: Experts, mesh: EPMesh, sharding: Sharding) -> None:
         shard_placement_fn=lambda _: Shard(sharding.expert_dim),
         # The layer casts its inputs itself, so that router weights keep their precision.
         mp_policy=replace(sharding.mixed_precision, cast_forward_inputs=False, output_dtype=None),
+        offload_policy=sharding.offload,
     )
 
 
@@ -80,6 +86,7 @@ def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding:
             # The root's parameters are needed last in the forward pass and first in the backward pass.
             reshard_after_forward=sharding.reshard_after_forward and block is not model,
             mp_policy=sharding.mixed_precision if block is model else within,
+            offload_policy=sharding.offload,
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -89,6 +96,12 @@ def shard_dense(model: nn.Module, units: Sequence[Unit], mesh: EPMesh, sharding:
                 # Ranks whose batches use different parameters would otherwise reduce buffers of different sizes.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
     reshard_after_evaluation(model)
+    setattr(model, _OFFLOADED, isinstance(sharding.offload, CPUOffloadPolicy))
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether a wrapped model's parameters are in main memory."""
+    return bool(getattr(model, _OFFLOADED, False))
 
 
 def find_units(model: nn.Module, found: Sequence[Experts]) -> list[Unit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -43,13 +43,14 @@ class StepRecord(StepTimes):
     loss: float  # mean over the tokens of all ranks, in nats, before the step
     gradient_norm: float  # before clipping
     expert_imbalance: float  # rows of the busiest expert over those of the mean expert, mean over layers
-
     load_cv: float  # coefficient of variation of the experts' rows, mean over layers
     num_idle_experts: int  # of all layers
     waiting_share: float  # of the step, mean over ranks: dispatch and combine beyond those of the rank that waits least
     learning_rate: float
     memory_gib: float  # peak of any rank: allocated on its GPU, else resident in main memory
     held_out_loss: float | None = None  # after the step, if it was due
+    mfu: float | None = None  # as in ``fusco.fsdp.StepMetrics``
+    layers: dict[str, dict[str, float]] = field(default_factory=dict)  # loads: busiest, cv, num_idle, by layer
 
     @classmethod
     def of(cls, dispatcher: str, measured: StepMetrics, held_out: float | None) -> StepRecord:
@@ -66,6 +67,8 @@ class StepRecord(StepTimes):
             expert_imbalance=round(measured.busiest_expert, 4),
             learning_rate=measured.learning_rate or 0.0,
             held_out_loss=None if held_out is None else round(held_out, 6),
+            mfu=measured.mfu,
+            layers={name: asdict(each) for name, each in measured.layers.items()},
             **numbers,
             **times,
         )

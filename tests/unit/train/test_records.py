@@ -1,11 +1,13 @@
 """Environment in the record of a run."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from test_job import make_job
 
+from fusco.fsdp import LoadSummary, StepMetrics
 from fusco.train.records import Run, StepRecord, summarize
 
 pytest.importorskip("transformers", reason="its version is in the record")
@@ -47,6 +49,17 @@ def test_a_run_names_its_gpu_and_transformers(monkeypatch):
 def test_a_run_on_the_cpu_names_no_gpu():
     (record,) = summarize(make_job(), [make_run(2)])
     assert "gpu" not in record.hardware
+
+
+def test_a_step_has_the_load_of_each_layer():
+    names = ("loss", "gradient_norm", "learning_rate", "step_ms", "tokens_per_s", "memory_gib", "busiest_expert")
+    numbers = dict.fromkeys((*names, "load_cv", "num_idle_experts", "shuffle_share", "waiting_share"), 1.0)
+    times = {name.removesuffix("_ms"): 1.0 for name in TIMES}
+    layers = {"model.layers.0.mlp.experts": LoadSummary(busiest=2.0, cv=0.5, num_idle=1)}
+    step = StepRecord.of("fusco", StepMetrics(step=1, mfu=0.25, section_ms=times, layers=layers, **numbers), None)
+    written = json.loads(json.dumps(dataclasses.asdict(step)))
+    assert written["mfu"] == 0.25
+    assert written["layers"] == {"model.layers.0.mlp.experts": {"busiest": 2.0, "cv": 0.5, "num_idle": 1}}
 
 
 @pytest.mark.parametrize("held_out", [None, 12.345])
