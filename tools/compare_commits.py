@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     own, _, arguments = " ".join(sys.argv[1:]).partition(" -- ")
     chosen = parser.parse_args(own.split())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         sources = {name: Path(folder) / name for name in ("old", "new")}
         least: dict[str, dict[str, float]] = {name: {} for name in sources}
@@ -82,6 +84,8 @@ def main() -> int:
         except subprocess.CalledProcessError as error:
             sys.stderr.write(f"{error}\n")
             return 1
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted: these are the runs until then\n")
         finally:
             for source in sources.values():
                 subprocess.run(["git", "worktree", "remove", "--force", str(source)], check=False)  # noqa: S603, S607

@@ -222,7 +222,7 @@ def other_shape(comm, weights, old, new):
 
 
 def other_steps(comm, weights, old, new):
-    comm.start_moving_experts(weights, old, new)
+    comm.start_moving_experts(weights, old, new, pace=fusco.Pace(step_bytes=1 << 20))
 
 
 def other_verb(comm, weights, old, new):

@@ -109,9 +109,8 @@ class Owners:
         num_experts, num_ranks = placement.num_experts, placement.world_size
 
         def count(ids: torch.Tensor) -> IntArray:
-            flat = ids.flatten()
-            counts: IntArray = torch.bincount(flat[flat >= 0], minlength=num_experts).cpu().numpy()
-            return counts[:num_experts]  # on CUDA invalid ids are the dispatch's to report
+            assert self._choice is not None  # as there are places, which ``check`` requires
+            return self._choice.count_experts(ids)  # on CUDA invalid ids are the dispatch's to report
 
         def check() -> None:
             _check_spare_places(placement, balance)

@@ -20,5 +20,10 @@ class CpuOwnerChoice:
     def count(self, topk_idx: torch.Tensor) -> IntArray:
         return count_divided(topk_idx, self._tables)
 
+    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
+        num_experts, flat = self._tables.num_experts, topk_idx.reshape(-1)
+        counts: IntArray = torch.bincount(flat[flat >= 0], minlength=num_experts)[:num_experts].numpy()
+        return counts
+
     def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:
         return choose_owners(topk_idx, self._tables, bounds)

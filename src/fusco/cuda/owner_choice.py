@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -39,19 +41,29 @@ class CudaOwnerChoice:
 
     def count(self, topk_idx: torch.Tensor) -> IntArray:
         """Return counts; the host waits for the device."""
+        return self._count(topk_idx, self._num_divided, lambda ids: self._tables.expert_to_divided[ids].long())
+
+    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
+        """Return counts; the host waits for the device."""
+        return self._count(topk_idx, self._context.num_experts, lambda ids: ids)
+
+    def _count(
+        self, topk_idx: torch.Tensor, num_counts: int, index_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> IntArray:
+        """Return the pairs of each index, int64 (num_counts,); ``index_of`` valid ids, -1 for those not to count."""
         num_experts = self._context.num_experts
         with self._order.on_stream(Launch(), topk_idx) as stream:
             ids = topk_idx.reshape(-1).long()
-            indices = self._tables.expert_to_divided[ids.clamp(0, num_experts - 1)].long()
+            indices = index_of(ids.clamp(0, num_experts - 1))
             is_counted = (ids >= 0) & (ids < num_experts) & (indices >= 0)
-            indices = torch.where(is_counted, indices, self._num_divided)
-            counts = torch.zeros(self._num_divided + 1, dtype=torch.int64, device=self._device)
+            indices = torch.where(is_counted, indices, num_counts)
+            counts = torch.zeros(num_counts + 1, dtype=torch.int64, device=self._device)
             counts.index_add_(0, indices, torch.ones_like(indices))
-            on_host = pinned(torch.empty(self._num_divided + 1, dtype=torch.int64, device="cpu"), self._device)
+            on_host = pinned(torch.empty(num_counts + 1, dtype=torch.int64, device="cpu"), self._device)
             on_host.copy_(counts, non_blocking=True)
             done = stream.record_event()
         self._context.watchdog.wait_until(done.query, lambda: own_backlog("the rows of each expert"))
-        of_experts: IntArray = on_host[: self._num_divided].numpy()
+        of_experts: IntArray = on_host[:num_counts].numpy()
         return of_experts
 
     def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:

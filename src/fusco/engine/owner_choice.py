@@ -19,6 +19,9 @@ class OwnerChoice(Protocol):
     def count(self, topk_idx: torch.Tensor) -> IntArray:
         """Return the pairs (token, k) of each expert with several owners, int64 (D,); the host waits for them."""
 
+    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
+        """Return the pairs of every expert, int64 (E,), without invalid ids; the host waits for them."""
+
     def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:
         """Return the physical expert of each pair, of the dtype and shape of ``topk_idx``, contiguous.
 

@@ -88,6 +88,7 @@ def test_the_engines_choice_follows_each_placement(has_shares, folder):
                 counts = choice.count(ids).copy()
                 assert counts.tolist() == count_divided(ids, tables).tolist()
                 bounds = tables.divide_rows(np.stack([counts] * NUM_RANKS))
+            assert choice.count_experts(ids).tolist() == torch.bincount(ids[ids >= 0], minlength=NUM_EXPERTS).tolist()
             pairs.append((choice.choose(ids, bounds), choose_on_cpu(ids, tables, bounds)))
         return pairs
 
