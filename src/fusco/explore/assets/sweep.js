@@ -13,7 +13,8 @@ function drawSweep(view) {
   const ends = series.map(({ name, ms }) => `${name} ${digits(ms.findLast((each) => each !== null) ?? 0)}`);
   const between = `${digits(places[0])} to ${digits(places[places.length - 1])} ${view.axis}`;
   const floor = PLOT.top + PLOT.height;
-  const distance = (/** @type {number} */ place) => (places[0] > 0 ? Math.log(place / places[0]) : place);
+  const scale = (/** @type {number} */ place) => (view.axis === "skew" ? place : Math.log(place));
+  const distance = (/** @type {number} */ place) => scale(place) - scale(places[0]);
   const share = (/** @type {number} */ place) => distance(place) / distance(places[places.length - 1]);
   const made = picture(
     `Times over ${between}; at the end, in ms: ${ends.join(", ")}`,
