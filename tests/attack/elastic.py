@@ -22,6 +22,7 @@ _WORLDS = ((3, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4
 _NUM_STRIKES = 12  # of a case, after each of which all ranks are there again
 _LIMIT_S = 120.0  # of what has no other limit
 _NEXT_STEP_S, _SLACK_S = 1.0, 1.5  # after a kill, and what a machine adds for each process that waits for a core
+_NUM_TIMES = 3  # that are compared
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
@@ -71,7 +72,7 @@ def _strike(world: _World, random: Random) -> float:
         named, gone = ({peer for message in each for peer in getattr(message, what)} for what in ("named", "gone"))
         assert gone == set(victims), f"{strikes} on {world.what}: rank {rank} lost {gone}"
         # A rank that another one has not waited for any longer names that one, as it has called shrink.
-        assert named & set(victims), f"{strikes} on {world.what}: rank {rank} named {named}"
+        assert named & set(victims), f"{strikes} on {world.what}: rank {rank} named {named}: {told}"
     assert len({each[-1].lost for each in told.values()}) == 1, f"{strikes} on {world.what}: {told}"
     world.continue_stopped()
     return late_s
@@ -89,6 +90,12 @@ def _restart(world: _World, random: Random) -> None:
     world.await_right(range(world.service.num_ranks))
 
 
+def _least(holdings: list[Holdings]) -> tuple[float, int, int]:
+    """Return the least memory, descriptors and mappings: a notice to a rank that is stopped has a descriptor, too."""
+    found = [(each.private_mib, each.descriptors, each.mappings) for each in holdings]
+    return tuple(map(min, zip(*found, strict=True)))
+
+
 def _load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
@@ -102,7 +109,7 @@ class _World:
     processes: dict[int, tuple[BaseProcess, Connection]] = field(default_factory=dict)
     stopped: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
     num_struck: int = 0
-    holdings: dict[int, list[Holdings]] = field(default_factory=dict)  # of the process of a rank
+    holdings: dict[int, list[Holdings]] = field(default_factory=dict)  # of the process of a rank, with all ranks there
 
     @property
     def absent(self) -> list[int]:
@@ -111,9 +118,9 @@ class _World:
 
     @property
     def grown_mib(self) -> float:
-        """The most that the memory of a process has grown since it did its second change of members."""
-        found = [each for each in self.holdings.values() if len(each) > 3]
-        return max((each[-1].private_mib - each[2].private_mib for each in found), default=0.0)
+        """The most that the memory of a process has grown, from its first times with all ranks to its last."""
+        found = [each for each in self.holdings.values() if len(each) > 2 * _NUM_TIMES]
+        return max((_least(each[-_NUM_TIMES:])[0] - _least(each[:_NUM_TIMES])[0] for each in found), default=0.0)
 
     def start(self, ranks: Collection[int], *, is_new: bool) -> None:
         """Start a process for each of these ranks."""
@@ -149,7 +156,8 @@ class _World:
                 rank, message = waiting[pipe], self._received(pipe, waiting[pipe])
                 assert isinstance(message, Right), f"{self.what}: rank {rank}: {message!r}"
                 told[rank].append(message)
-                self.holdings[rank].append(message.holdings)
+                if len(message.pids) == self.service.num_ranks:
+                    self.holdings[rank].append(message.holdings)
         return told
 
     def continue_stopped(self) -> None:
@@ -169,9 +177,10 @@ class _World:
             ended = self._end_of(process, pipe)
             assert not ended.excluded, f"{self.what}: {ended}"
         self.processes = {}
-        for rank, (_, second, *_, last) in ((rank, each) for rank, each in self.holdings.items() if len(each) > 2):
-            counts = [(each.descriptors, each.mappings) for each in (second, last)]
-            assert counts[0] == counts[1], f"{self.what}: rank {rank} held {second}, then {last}"
+        for rank, each in self.holdings.items():
+            if len(each) > 2 * _NUM_TIMES:
+                (_, *before), (_, *after) = _least(each[:_NUM_TIMES]), _least(each[-_NUM_TIMES:])
+                assert before == after, f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
 
     def kill(self) -> None:
         """Kill all processes that are left."""

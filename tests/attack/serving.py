@@ -51,6 +51,7 @@ class Right:
         lost: experts that are lost.
         named: ranks that failures have named since the last message.
         gone: ranks that ``shrink`` has returned since then.
+        texts: of these failures.
         holdings: resources of the process.
     """
 
@@ -59,6 +60,7 @@ class Right:
     lost: tuple[int, ...]
     named: tuple[int, ...]
     gone: tuple[int, ...]
+    texts: tuple[str, ...]
     holdings: Holdings
 
 
@@ -111,7 +113,7 @@ def _serve_until_told(comm: fusco.Communicator, service: Service, store: dist.St
     """Do rounds with the ranks that are left and those that join, until this process and all others are told to end."""
     members, turn, shrinks = Members(comm, service.num_ranks), 0, False
     said: dict[int, int] = {}
-    named, gone = set[int](), set[int]()
+    failures, gone = list[fusco.PeerFailureError](), set[int]()
     while True:
         try:
             if shrinks:
@@ -122,16 +124,23 @@ def _serve_until_told(comm: fusco.Communicator, service: Service, store: dist.St
             work(members, service.setup, *service.name, str(comm.ranks), turn)
             turn += 1
             pids = {rank: each.pid for rank, each in comm._session.connections.members.items()}
-            if said != pids or named:
-                now, lost, told = time.monotonic(), comm.lost_experts, (tuple(sorted(named)), tuple(sorted(gone)))
-                holdings = Holdings.now()
-                pipe.send(Right(at=now, pids=pids, lost=lost, named=told[0], gone=told[1], holdings=holdings))
-                said, named, gone = pids, set(), set()
+            if said != pids or failures:
+                message = Right(
+                    at=time.monotonic(),
+                    pids=pids,
+                    lost=comm.lost_experts,
+                    named=tuple({peer for error in failures for peer in error.peers}),
+                    gone=tuple(gone),
+                    texts=tuple(map(str, failures)),
+                    holdings=Holdings.now(),
+                )
+                pipe.send(message)
+                said, failures, gone = pids, [], set()
             is_told = torch.full((len(comm.ranks), 1), float(pipe.poll()))
             if bool(members.all_to_all(None, is_told).min()):
                 return
         except fusco.ExcludedError:
             raise
         except fusco.PeerFailureError as error:
-            named |= {*error.peers}
+            failures.append(error.with_traceback(None))
             shrinks = True

@@ -132,11 +132,14 @@ class JoinRequest:
     port: int
     num_ranks: int
     signs: Path
+    fault: Fault | None = None
 
 
 def join_and_serve(request: JoinRequest, setup: Setup, num_rounds: int, results: Connection, *name: int | str) -> None:
     """Join, do the rounds that the others do, and send a ``Served``."""
     torch.set_num_threads(1)
+    if request.fault:
+        request.fault.plant(request.fault.victims[0])
     store = dist.TCPStore("127.0.0.1", request.port, is_master=False)
     served = Served()
     (request.signs / "asks").touch()

@@ -173,6 +173,31 @@ def test_a_new_process_takes_the_place_of_a_dead_one(tmp_path, num_ranks, ranks_
     assert joined == Served(ranks=everyone)
 
 
+@pytest.mark.parametrize("where", [PROPOSING, GATHERING])
+def test_a_process_that_dies_while_it_joins_is_named_and_the_next_one_joins(tmp_path, where):
+    left, setup, everyone = (0, 1, 3), setup_of(2), (0, 1, 2, 3)
+    fault = Fault(how=die, victims=(2,), where=where, num_calls_before=int(where == GATHERING), times=tmp_path)
+    with world_of(4) as world:
+        world.start(serve, 4, setup, len(left), NUM_ROUNDS, tmp_path, "joining", grows=True)
+        wait_until_all_work(tmp_path, 4)
+        world.processes[2].kill()
+        context = multiprocessing.get_context("forkserver")
+        for each in (fault, None):
+            receiver, sender = context.Pipe()
+            request = JoinRequest(port=world.store.port, num_ranks=4, signs=tmp_path, fault=each)
+            arguments = (request, setup, NUM_ROUNDS, sender, "joining")
+            process = context.Process(target=join_and_serve, args=arguments, daemon=True)
+            process.start()
+            sender.close()
+            if each:
+                process.join()
+        served = results(world, left)
+        assert receiver.recv() == Served(ranks=everyone)
+    for each in served.values():
+        assert (each.ranks, each.still_held) == (everyone, [])
+        assert 2 in {peer for failure in each.failures[1:] for peer in failure["peers"]}, each.failures
+
+
 def test_leaving_and_joining_again_and_again_holds_no_more(tmp_path):
     with world_of(3) as world:
         world.start(leave_and_rejoin, 3, setup_of(3), 6, tmp_path, world.store.port)

@@ -91,10 +91,11 @@ class Elastic(Membership):
                 session.abandon("calls shrink")
             absent = frozenset({*gone, *leavers})
             change = Change(
+                operation="shrink",
                 members=before,
                 limit_s=limit_s,
                 absent=absent,
-                suspects=suspects - absent,
+                suspects=(suspects & before.keys()) - absent,
                 is_planned=bool(leavers),
                 min_ranks=min_ranks,
             )
@@ -122,8 +123,8 @@ class Elastic(Membership):
 
         Raises:
             TransportError: on all ranks, if the store cannot be reached. The communicator stays usable.
-            PeerFailureError: as in every collective; then ``shrink`` goes on. A process that fails while it joins is
-                left out instead.
+            PeerFailureError: as in every collective, also if a process fails while it joins; then ``shrink`` goes on. A
+                process whose arguments do not fit is left out instead.
         """
         with self._session.access.using("grow"):
             config, limit_s = self._require_elastic("grow"), self._limit_of(timeout_s)
@@ -138,7 +139,9 @@ class Elastic(Membership):
             if not joiners:
                 return ()
             members = {**before, **joiners}
-            self._go_on(config, Change(members=members, limit_s=limit_s, is_planned=True, joining=frozenset(joiners)))
+            comers = frozenset(joiners)
+            change = Change(operation="grow", members=members, limit_s=limit_s, is_planned=True, joining=comers)
+            self._go_on(config, change)
             return tuple(sorted(set(self.ranks) - set(before)))
 
     @uncompiled
@@ -210,7 +213,7 @@ class Elastic(Membership):
         kept = Kept(placement=placement_of(invitation.placement), access=None)
         members, own = joining.members, invitation.rank
         others = frozenset(members_of(invitation.members))
-        change = Change(members=members, limit_s=limit_s, is_planned=True, required=others)
+        change = Change(operation="join", members=members, limit_s=limit_s, is_planned=True, required=others)
         try:
             parts, _ = make_next(server, own, invitation.num_ranks, config, kept, change)
         except BaseException:
@@ -232,7 +235,7 @@ class Elastic(Membership):
             except TransportError as error:
                 found = {"error": str(error)}
         view = server.board.installed
-        with Agreement(server, self.rank, members, limit_s) as agreement:
+        with Agreement(server, self.rank, members, limit_s, "grow") as agreement:
             gather = MemberGather(server, agreement, view, self.rank, members, self._validator.num_ranks, limit_s)
             gathered: list[dict[str, Any]] = gather.all_gather(f"joiners {session.sequence_number}", found)
         return gathered[0]
@@ -300,7 +303,8 @@ class Elastic(Membership):
 
     def _suspects(self) -> tuple[frozenset[int], frozenset[int]]:
         """Return the ranks that a failure has named, and those that have left, by number."""
-        server, numbers = self._session.connections.status_server, self.topology.numbers
+        server = self._session.connections.status_server
+        numbers = server.board.installed.members  # of the generation that has failed, which may be none of this object
         report = server.failure_report
         named = {numbers[rank] for rank in report.peers} if report else set()
         return frozenset(named - {self.rank}), frozenset(numbers[rank] for rank in server.departures)

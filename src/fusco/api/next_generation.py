@@ -23,16 +23,18 @@ class Change:
     """A change of members.
 
     Attributes:
+        operation: the verb, for errors.
         members: all that may take part, by number.
         absent: of these, those that this rank does not propose.
         suspects: of these, those that a failure has named; without an answer they are left out at once.
         limit_s: the limit of each wait.
         is_planned: whether all propose the same, as no rank has failed.
         min_ranks: raise if fewer are left.
-        joining: of ``members``, those that join; if one of them fails, all are left out.
+        joining: of ``members``, those that join; if their arguments do not fit, all are left out.
         required: raise if none of these is left.
     """
 
+    operation: str
     members: Mapping[int, Member]
     limit_s: float
     absent: frozenset[int] = frozenset()
@@ -48,11 +50,11 @@ def make_next(
 ) -> tuple[CommunicatorParts, View]:
     """Return the parts of the next generation, and its members.
 
-    Raises ``ExcludedError`` if this rank is left out, ``PeerFailureError`` if too few are left, and what all members
-    raise while they connect.
+    Raises ``ExcludedError`` if this rank is left out, ``PeerFailureError`` if too few are left, or if one fails and the
+    operation is not to shrink, and what all members raise while they connect.
     """
     left, is_planned = set(change.members) - change.absent, change.is_planned
-    with Agreement(server, rank, change.members, change.limit_s) as agreement:
+    with Agreement(server, rank, change.members, change.limit_s, change.operation) as agreement:
         left -= agreement.silent(change.suspects)
         while True:
             view = agreement.agree(left, is_planned=is_planned)
@@ -63,13 +65,13 @@ def make_next(
             except ExcludedError:
                 raise
             except PeerFailureError as error:
-                left = set(view.members) - agreement.silent(set(error.peers) - {rank})
+                if change.operation != "shrink":
+                    raise
+                left, is_planned = set(view.members) - agreement.silent(set(error.peers) - {rank}), False
             except FuscoError:
                 if not change.joining.intersection(view.members):
                     raise
-                left = set(view.members)  # what joins does not fit to what is here
-            left -= change.joining
-            is_planned = False
+                left = set(view.members) - change.joining  # on all members: what joins does not fit to what is here
 
 
 def placement_as_text(placement: ExpertPlacement) -> dict[str, Any]:
@@ -100,4 +102,4 @@ def _require_enough(rank: int, view: View, change: Change) -> None:
         return
     stall = Stall("agreeing on the members", view.members, f"{change.min_ranks} ranks", f"{len(view.members)}")
     reason = f"only {name_ranks(view.members)} are left"
-    raise PeerFailureError(rank=rank, peers=(), operation="shrink", stall=stall, reason=reason, has_left=True)
+    raise PeerFailureError(rank=rank, peers=(), operation=change.operation, stall=stall, reason=reason, has_left=True)

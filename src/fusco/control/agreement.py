@@ -24,6 +24,7 @@ from fusco.control.liveness import Liveness
 from fusco.control.member_board import Exclusion, View, excluded
 from fusco.control.rank_requests import is_local_failure
 from fusco.control.status_server import Address, StatusServer
+from fusco.core.errors import PeerFailureError, Stall
 
 _REMINDER_S = 0.2
 _TURN_S = 0.002  # between looks at what others have proposed
@@ -41,11 +42,23 @@ class Member:
 
 
 class Agreement:
-    """The part of one rank in the agreement; ``close`` gives up its requests."""
+    """The part of one rank in the agreement; the end of a ``with`` gives up its requests.
 
-    def __init__(self, status_server: StatusServer, rank: int, members: Mapping[int, Member], limit_s: float) -> None:
+    Errors name ``operation``. Only in ``"shrink"`` do ranks go on without those that fail meanwhile. In others they
+    raise, so that all of them shrink: some may be through, and their next call fails.
+    """
+
+    def __init__(
+        self,
+        status_server: StatusServer,
+        rank: int,
+        members: Mapping[int, Member],
+        limit_s: float,
+        operation: str = "shrink",
+    ) -> None:
         """``members`` are all ranks that may be in a view, with this one, by number; ``limit_s`` limits each wait."""
-        self._server, self._board, self._rank, self._limit_s = status_server, status_server.board, rank, limit_s
+        self.operation, self._server, self._board = operation, status_server, status_server.board
+        self._rank, self._limit_s = rank, limit_s
         self._members = dict(members)
         host = members[rank].host
         near = {other: each.pid for other, each in members.items() if each.host == host and other != rank}
@@ -86,7 +99,10 @@ class Agreement:
         return rank in self._gone or self._liveness.is_dead(rank)
 
     def agree(self, ranks: Iterable[int], *, is_planned: bool = False) -> View:
-        """Propose ``ranks`` and return what all of its members have agreed on; raises ``ExcludedError``."""
+        """Propose ``ranks`` and return what all of its members have agreed on.
+
+        Raises ``ExcludedError``, or ``PeerFailureError`` if one fails and this is not to shrink.
+        """
         number = self._board.next_number(list(self._members))
         view = View(number, tuple(sorted({*ranks, self._rank})), is_planned)
         while True:
@@ -100,6 +116,8 @@ class Agreement:
                     self._requests.turn(_TURN_S)
                 else:
                     time.sleep(_TURN_S)
+            if self.operation != "shrink" and not revised.is_planned:
+                raise self._failure(view, revised)
             view = revised
 
     def _propose(self, view: View) -> None:
@@ -158,7 +176,7 @@ class Agreement:
     def _revised(self, view: View) -> View:
         """Return the view to propose next: this one, unless something has happened."""
         if exclusion := self._board.exclusion:
-            raise excluded(self._rank, "shrink", exclusion)
+            raise excluded(self._rank, self.operation, exclusion)
         others = [rank for rank in view.members if rank != self._rank]
         left, newest = set(view.members), view.number
         left -= {rank for rank in others if self.is_dead(rank)}
@@ -175,7 +193,28 @@ class Agreement:
                 newest = max(newest, theirs.number)
         if left != set(view.members):
             return View(newest + 1, tuple(sorted(left)))
-        return view if newest == view.number else View(newest, view.members, view.is_planned)
+        is_planned = view.is_planned and not self._shrinking(view)
+        if newest == view.number and is_planned == view.is_planned:
+            return view
+        return View(newest + (newest == view.number), view.members, is_planned)
+
+    def _failure(self, view: View, revised: View) -> PeerFailureError:
+        """Return the error of a view that is not agreed on, as others fail or shrink."""
+        peers = tuple(rank for rank in view.members if rank not in revised.members) or self._shrinking(view)
+        stall = Stall("agreeing on the members", peers, f"all {len(view.members)} ranks", f"{len(revised.members)}")
+        reason = "the process has ended, has come too late, or is left out by others, which have called shrink"
+        return PeerFailureError(
+            rank=self._rank, peers=peers, operation=self.operation, stall=stall, reason=reason, has_left=False
+        )
+
+    def _shrinking(self, view: View) -> tuple[int, ...]:
+        """Return the members of a view that propose one as new, or newer, which nobody has planned."""
+        views = self._board.views
+        return tuple(
+            rank
+            for rank in view.members
+            if rank in views and views[rank].number >= view.number and not views[rank].is_planned
+        )
 
     def _is_agreed(self, view: View) -> bool:
         """Return whether all members have proposed the view."""
@@ -183,7 +222,7 @@ class Agreement:
 
     def _has_proposed(self, rank: int, view: View) -> bool:
         theirs = self._board.views.get(rank)
-        return theirs is not None and (theirs.number, theirs.members) == (view.number, view.members)
+        return theirs == view
 
 
 def _is_stopped(pid: int) -> bool:

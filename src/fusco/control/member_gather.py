@@ -143,13 +143,15 @@ class MemberGather:
         views = self.status_server.board.views
         for rank, number in enumerate(self.members):
             if (theirs := views.get(number)) and theirs.number > self.number and not theirs.is_planned:
-                self._raise(stall(), (rank,), f"rank {number} agrees on other members again: {theirs.members}")
+                gone = [i for i, member in enumerate(self.members) if member not in theirs.members]
+                self._raise(stall(), gone or (rank,), f"rank {number} agrees on other members again: {theirs.members}")
 
     def _raise(self, stall: Stall, ranks: Sequence[int], reason: str) -> NoReturn:
         numbers = tuple(self.members[rank] for rank in ranks)
         named = Stall(stall.phase, numbers, stall.expected, stall.seen)
+        operation = self._agreement.operation
         raise PeerFailureError(
-            rank=self._number, peers=numbers, operation="shrink", stall=named, reason=reason, has_left=False
+            rank=self._number, peers=numbers, operation=operation, stall=named, reason=reason, has_left=False
         )
 
 

@@ -128,6 +128,35 @@ def test_a_call_fails_as_soon_as_another_rank_shrinks(ranks):
     assert "rank 0 has called shrink" in report.reason
 
 
+def test_only_ranks_that_shrink_go_on_without_one_that_fails(ranks):
+    """Rank 2 dies while a process joins: all others raise, as some may have joined it, and the next call is shrink."""
+    ranks.servers[2].close()
+
+    def grows(rank):
+        match = r"gave up in grow.*waiting for rank\(s\) 2"
+        growing = Agreement(ranks.servers[rank], rank, ranks.members, LIMIT_S, "grow")
+        with growing as agreement, pytest.raises(fusco.PeerFailureError, match=match):
+            agreement.agree({0, 1, 2, 3}, is_planned=True)
+        with ranks.agreement(rank) as agreement:
+            return agreement.agree({0, 1, 2, 3} - agreement.silent({2}))
+
+    assert {view.members for view in ranks.run(grows, (0, 1, 3)).values()} == {(0, 1, 3)}
+
+
+def test_a_rank_that_grows_raises_if_another_shrinks(ranks):
+    def agrees(rank):
+        operation = "shrink" if rank == 1 else "grow"
+        with Agreement(ranks.servers[rank], rank, ranks.members, LIMIT_S, operation) as agreement:
+            if rank == 1:
+                return agreement.agree({0, 1})
+            with pytest.raises(fusco.PeerFailureError, match="have called shrink"):
+                agreement.agree({0, 1}, is_planned=True)
+        with ranks.agreement(rank) as agreement:
+            return agreement.agree({0, 1})
+
+    assert {view.members for view in ranks.run(agrees, (0, 1)).values()} == {(0, 1)}
+
+
 def test_members_gather_values_until_one_goes_on_to_newer_members(ranks):
     views = ranks.agree({rank: {0, 1, 3} for rank in (0, 1, 3)})
 
