@@ -20,7 +20,7 @@ from fusco.integrations.growth import GrowingCommunicators, Grown, Need
 
 _Result = TypeVar("_Result")
 _LEAST = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=16)  # until the first call
-_POLL_S = 0.02
+_POLL_S, _COMING_BACK_S = 0.02, 600.0
 _SIZES = 0, "sizes"  # a key in the store; processes that join are numbered from 1
 
 
@@ -97,12 +97,17 @@ class MaskedCommunicator(GrowingCommunicators):
 
         A rank that was left out asks, and waits until the others call this.
         """
-        if self._is_left_out:
-            self._come_back()
-        elif not (rank is None or rank in self.masked) or not self.comm.grow(name=self._name):
-            return
-        self._renew()
-        self._num_completed = self._most_completed()
+        try:
+            if self._is_left_out:
+                self._come_back()
+            elif not (self.masked if rank is None else rank in self.masked) or not self.comm.grow(name=self._name):
+                return
+            self._renew()
+            self._num_completed = self._most_completed()
+        except PeerFailureError:
+            if self._is_left_out or not self.comm.is_broken:
+                raise
+            self._num_completed = self._go_on()
 
     def _go_on(self) -> int:
         """Go on without ranks that fail; return the most calls that a rank has completed."""
@@ -131,21 +136,23 @@ class MaskedCommunicator(GrowingCommunicators):
         self._say_sizes()
 
     def _come_back(self) -> None:
-        """Join the others with the sizes that they have now; again if they change them meanwhile."""
+        """Join the others with the sizes that they have now; again if they change them or one fails meanwhile."""
         self.comm.abort()
-        tried = None
+        tried, deadline = None, time.monotonic() + _COMING_BACK_S
         while True:
-            sizes = self._sizes_of_others()
+            sizes, left_s = self._sizes_of_others(), deadline - time.monotonic()
+            arguments = {"settings": self._settings, "join_timeout_s": left_s, **sizes}
             try:
-                comm = Communicator.join(
-                    self._store, rank=self._rank, name=self._name, settings=self._settings, **sizes
-                )
+                comm = Communicator.join(self._store, rank=self._rank, name=self._name, **arguments)
                 break
             except MismatchError:
                 if sizes == tried:
                     raise
                 tried = sizes
-                time.sleep(_POLL_S)
+            except PeerFailureError:
+                if left_s <= 0:
+                    raise
+            time.sleep(_POLL_S)
         comm.take_turns()
         self._communicators[:] = [comm]
         num_experts, self._device = sizes.pop("num_experts"), torch.device(sizes.pop("device"))
