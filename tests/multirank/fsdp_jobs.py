@@ -118,7 +118,7 @@ def differences_of_training(_: dist.ProcessGroup, run: Run, num_steps: int, **op
         }
 
 
-def differences_of_offloaded_training(group: dist.ProcessGroup, run: Run) -> dict[str, float]:
+def differences_of_offloading(group: dist.ProcessGroup, run: Run, num_steps: int) -> dict[str, float]:
     """As ``differences_of_training``; parameters and the optimizer's moments are in main memory after a step."""
     policy, step_of_adam = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()), torch.optim.AdamW.step
 
@@ -128,7 +128,7 @@ def differences_of_offloaded_training(group: dist.ProcessGroup, run: Run) -> dic
         assert {tensor.device.type for tensor in tensors} == {"cpu"}
 
     with mock.patch.object(torch.optim.AdamW, "step", watched):
-        return differences_of_training(group, run, 3, offload=policy)
+        return differences_of_training(group, run, num_steps, offload=policy)
 
 
 def offloaded_from_meta(_: dist.ProcessGroup, path: Path) -> set[str]:
