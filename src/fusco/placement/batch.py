@@ -22,7 +22,7 @@ IntArray = npt.NDArray[np.int64]
 _NUM_CAPS = 12  # tried between the aim and the busiest rank of today
 _NUM_RULES = 4  # of the ways of `_hold`: those without random choices
 _ANY = 2  # rule that takes any giver or taker
-_NUM_TRIES = 2048  # with random choices, over the square of the number of ranks
+_MOST_TRIES, _NUM_TRIES = 32, 2048  # with random choices; the latter over the square of the number of ranks
 _PRECISION = 512  # parts of the aim, to which a cap is known
 _NUM_BISECTIONS = 5  # between the least of them that can be held and the one before it
 
@@ -186,7 +186,7 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
     loads[:] = givers.loads
     num_best, least_cost, is_aim_held = 0, float(most), most <= aim
     cap, failed, held = aim, aim, most  # the greatest cap that no way could hold, the least that one could
-    least_step, all_ways = max(1.0, aim / 128), _NUM_RULES + _NUM_TRIES // len(loads) ** 2
+    least_step, all_ways = max(1.0, aim / 128), _NUM_RULES + min(_MOST_TRIES, _NUM_TRIES // len(loads) ** 2)
     for i in range(_NUM_CAPS + _NUM_BISECTIONS):
         if cap >= most or cap <= 0:
             break
