@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from fsdp_runs import Run, dispatcher_of, mesh_of
 from torch import nn
 
 from fusco import fsdp
+from fusco.fsdp.checks import check_on_all_ranks
+from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 LIMIT = 5e-6  # of a parameter's largest gradient
 NUMS_SEQUENCES = (2, 1, 3, 1)
@@ -48,21 +50,24 @@ def is_within_limit(differences: Mapping[str, float], noise: float) -> bool:
 def compare(_: dist.ProcessGroup, kind: str, ways: Sequence[tuple[int, str]] = WAYS) -> Comparison | None:
     """Return the comparison on rank 0."""
     transformers.utils.logging.disable_progress_bar()
-    root = trained_root(kind)  # on all ranks, so that none waits for one that fails
-    reference = [_Alone.of(root, torch.float32)] if dist.get_rank() == 0 else [None]
-    narrow = [reference[0] is not None and 2 * reference[0].noise <= LIMIT]
+    root = trained_root(kind)
+    alone = _on_first_rank(lambda: _Alone.of(root, torch.float32))
+    narrow = [alone is not None and 2 * alone.noise <= LIMIT]
     dist.broadcast_object_list(narrow, src=0)
     dtype = torch.float32 if narrow[0] else torch.float64
-    if dist.get_rank() == 0 and not narrow[0]:
-        reference = [_Alone.of(root, dtype)]
-    differences = {}
-    for ep_size, dispatcher in ways:
-        grads = _parallel_grads(root, dtype, Run(ep_size=ep_size, dispatcher=dispatcher))
-        if reference[0]:
-            differences[f"ep {ep_size}, {dispatcher}"] = reference[0].difference(grads)
-    if reference[0]:
-        return Comparison(root.__name__, str(dtype).removeprefix("torch."), reference[0].noise, differences)
-    return None
+    if not narrow[0]:
+        alone = _on_first_rank(lambda: _Alone.of(root, dtype))
+    grads = [_parallel_grads(root, dtype, Run(ep_size=ep_size, dispatcher=dispatcher)) for ep_size, dispatcher in ways]
+    if alone is None:
+        return None
+    names = [f"ep {ep_size}, {dispatcher}" for ep_size, dispatcher in ways]
+    differences = {name: alone.difference(each) for name, each in zip(names, grads, strict=True)}
+    return Comparison(root.__name__, str(dtype).removeprefix("torch."), alone.noise, differences)
+
+
+def _on_first_rank(compute: Callable[[], _Alone]) -> _Alone | None:
+    """Return a result on rank 0 and nothing on others; an error is raised on all, so that none waits for it."""
+    return check_on_all_ranks(lambda: None if dist.get_rank() else compute(), "cpu")
 
 
 def _parallel_grads(root: type[transformers.PreTrainedModel], dtype: torch.dtype, run: Run) -> Grads:
@@ -72,7 +77,8 @@ def _parallel_grads(root: type[transformers.PreTrainedModel], dtype: torch.dtype
         model = make_trained(root, dtype)
         fsdp.parallelize(model, mesh, dispatcher, fsdp.Sharding(expert_dim=0))
         fsdp.scale_loss(_loss_sum(model, batch), num_targets(batch), mesh).backward()
-        return {name: each.grad.full_tensor() for name, each in model.named_parameters() if each.grad is not None}
+        grads = {name: each.grad.full_tensor() for name, each in model.named_parameters() if each.grad is not None}
+        return grads | {name: with_zeros(grads[name], num_rows) for name, num_rows in cut_rows(model).items()}
 
 
 @dataclass(frozen=True)

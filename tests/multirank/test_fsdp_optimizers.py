@@ -36,7 +36,7 @@ def test_an_optimizer_does_what_the_page_says(four, kind, implementation, outcom
 def test_muon_takes_each_expert_as_a_matrix(four, ep_size):
     for differences in four.run(jobs.train_experts_by_muon, ep_size, expert_dim=0):
         assert len(differences) == 4
-        assert max(differences.values()) < 0.05, differences  # of a step of 1, computed in bfloat16
+        assert max(differences.values()) < 0.02, differences  # products in bfloat16, rounded in another order
 
 
 def test_muon_needs_whole_experts(four):

@@ -247,7 +247,7 @@ def _make_values(shape: torch.Size, seed: int, device: torch.device, *, is_matri
     numbers = _randn((size + _SHIFT * shape[0],), generator)
     if is_matrix:
         numbers *= (shape[-2] * shape[-1]) ** -0.25  # keeps values near 1
-    strides = torch.empty(shape[1:], dtype=torch.float32, device="meta").stride()
+    strides = numbers[:size].view(shape[1:]).stride()
     return numbers.to(device).as_strided(shape, (_SHIFT, *strides))
 
 
