@@ -170,8 +170,10 @@ def plot(**labels: Any) -> tuple[Any, Axes]:
 
 
 def time_over_tokens(folder: Path) -> None:
-    """Time of a dispatch and a combine over tokens, with the link's."""
-    figure, axes = plot(xlabel="tokens per rank", ylabel="dispatch + combine, ms", xscale="log", yscale="log")
+    """Time of a dispatch and a combine over tokens, and the bytes that cross in it, with the link's peak."""
+    figure, (axes, rates) = plt.subplots(1, 2, figsize=(7.2, 3.8), layout="constrained")
+    axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, ms", xscale="log", yscale="log")
+    rates.set(xlabel="tokens per rank", ylabel="GB/s of a rank, each way", xscale="log", ylim=(0, LINK_GBS * 1.05))
     points = [each for each in records("gpu-within-node") if each["hidden"] == 7168]
     for library in ("NCCL", "DeepEP 2.1", "fusco"):
         for mode, style in (("graph", "o-"), ("back-to-back", "s--")):
@@ -179,12 +181,22 @@ def time_over_tokens(folder: Path) -> None:
             if chosen:
                 x, y = [each["tokens"] for each in chosen], [each["ms"] for each in chosen]
                 axes.plot(x, y, style, color=COLORS[library], label=f"{library}, {mode}", markersize=4)
+                gbs = [megabytes(count) / ms for count, ms in zip(x, y, strict=True)]
+                rates.plot(x, gbs, style, color=COLORS[library], markersize=4)
     tokens = sorted({each["tokens"] for each in points})
-    link = [2 * count * 7168 * 2 * SHARE_CROSSING / (LINK_GBS * 1e6) for count in tokens]
-    axes.plot(tokens, link, ":", color=DARK, label="link at its peak")
+    axes.plot(tokens, [megabytes(count) / LINK_GBS for count in tokens], ":", color=DARK, label="link at its peak")
+    rates.axhline(LINK_GBS, linestyle=":", color=DARK)
     plain_ticks(axes, tokens, [0.01, 0.1, 1])
-    axes.legend(frameon=False, fontsize=8)
+    plain_ticks(rates, tokens, [0, 100, 200, 300, 400])
+    for each in (axes, rates):
+        each.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, ncols=3, loc="outside upper center")
     save(figure, folder / "time-over-tokens.svg")
+
+
+def megabytes(tokens: int) -> float:
+    """Return the MB that a rank sends to the other one in a dispatch and a combine of so many bfloat16 tokens."""
+    return 2 * tokens * 7168 * 2 * SHARE_CROSSING / 1e6
 
 
 def plain_ticks(axes: Axes, x: list[int], y: list[float]) -> None:
@@ -229,8 +241,81 @@ def cost_over_nodes(folder: Path) -> None:
     save(figure, folder / "cost-over-nodes.svg")
 
 
+def stacked(axes: Axes, names: list[str], parts: dict[str, list[float]]) -> None:
+    """Draw a horizontal bar for each name, stacked of its parts in ms, with the sum at its end."""
+    left, colors = [0.0] * len(names), (BLUE, ORANGE, "#7fb0dd", "#f0b97a")
+    for (part, widths), color in zip(parts.items(), (*colors[: len(parts) - 1], GREY), strict=True):
+        axes.barh(names, widths, left=left, color=color, label=part, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, total in enumerate(left):
+        axes.text(total, place, f" {total:.1f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(left) * 1.1)
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+
+
+def training_step(folder: Path) -> None:
+    """A step of training, by what it spends."""
+    found = records("training-step")
+    figure, axes = plot(xlabel="ms of a step")
+    names = ("dispatch", "combine", "dispatch, backward", "combine, backward")
+    parts = {name: [each[f"{name} ms"] for each in found] for name in names}
+    parts["all else"] = [each["step_ms"] - sum(each[f"{name} ms"] for name in names) for each in found]
+    stacked(axes, [each["dispatcher"] for each in found], parts)
+    save(figure, folder / "training-step.svg")
+
+
+def prefill(folder: Path) -> None:
+    """A prefill, by what it spends."""
+    found = records("prefill-parts")
+    figure, axes = plot(xlabel="ms of a prefill, 24 layers")
+    parts = {
+        name: [each["layers"] * each[f"{name}_ms_per_layer"] for each in found] for name in ("dispatch", "combine")
+    }
+    moved = [sum(both) for both in zip(*parts.values(), strict=True)]
+    parts["all else"] = [each["prefill_ms"] - part for each, part in zip(found, moved, strict=True)]
+    stacked(axes, [each["variant"] for each in found], parts)
+    save(figure, folder / "prefill-parts.svg")
+
+
+def victims(folder: Path) -> None:
+    """Latency of a victim's messages, by what borrows its rail."""
+    found = records("victims")
+    figure, both = plt.subplots(1, 2, figsize=(7.2, 3.0), layout="constrained")
+    for axes, victim in zip(both, dict.fromkeys(each["victim"] for each in found), strict=True):
+        chosen = [each for each in found if each["victim"] == victim]
+        for offset, key, color in ((-0.2, "mean_ms", BLUE), (0.2, "p99_ms", ORANGE)):
+            places = [place + offset for place in range(len(chosen))]
+            axes.bar(places, [each[key] for each in chosen], 0.38, color=color, label=key.split("_")[0])
+        axes.set_xticks(range(len(chosen)), [each["policy"].replace("-", "-\n") for each in chosen], fontsize=8)
+        axes.set_title(f"victim: {victim}", fontsize=9)
+        axes.set_ylabel("ms of a message")
+        axes.spines[["top", "right"]].set_visible(False)
+    both[0].legend(frameon=False, fontsize=8)
+    save(figure, folder / "victims.svg")
+
+
+def speedup_by_skew(folder: Path) -> None:
+    """What lanes and borrowed rails gain, by skew."""
+    found = records("speedup-by-skew")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.0), layout="constrained", width_ratios=(3, 2))
+    lanes_of = [each for each in found if each["of"] == "lanes"]
+    left.barh([each["traffic"] for each in lanes_of], [each["speedup"] for each in lanes_of], color=BLUE, height=0.6)
+    left.invert_yaxis()
+    left.axvline(1, color=DARK, linestyle=":", linewidth=1)
+    left.set_xlabel("time without / with lanes")
+    rails = [each for each in found if each["of"] == "rails"]
+    ratios = [each["direct_ms"] / each["fuselink_ms"] for each in rails]
+    right.bar([f"Zipf {each['zipf']:g}" for each in rails], ratios, color=GREEN, width=0.6)
+    right.axhline(1, color=DARK, linestyle=":", linewidth=1)
+    right.set_ylabel("time without / with borrowed rails")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    save(figure, folder / "speedup-by-skew.svg")
+
+
 PICTURES = (dispatch, forwarder, lanes, replicas, static, slices)
-PLOTS = (time_over_tokens, busiest_nic, cost_over_nodes)
+PLOTS = (time_over_tokens, busiest_nic, cost_over_nodes, training_step, prefill, victims, speedup_by_skew)
 
 
 def main() -> None:

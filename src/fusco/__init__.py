@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from fusco.core.lanes import Lanes as Lanes, Runs as Runs
     from fusco.core.memory_size import MemorySize as MemorySize
     from fusco.core.placement import ExpertPlacement as ExpertPlacement
+    from fusco.core.profile import CallCounters as CallCounters, CallProfile as CallProfile, CallTotals as CallTotals
     from fusco.core.quantization import Quantize as Quantize
     from fusco.core.routing_sizes import RoutingSizes as RoutingSizes
     from fusco.core.segments import Segments as Segments
@@ -82,6 +83,7 @@ _MODULE_TO_NAMES = {
     "core.groups": "Groups",
     "core.lanes": "Lanes Runs",
     "core.placement": "ExpertPlacement",
+    "core.profile": "CallCounters CallProfile CallTotals",
     "core.quantization": "Quantize",
     "core.routing_sizes": "RoutingSizes",
     "core.segments": "Segments",

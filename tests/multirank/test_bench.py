@@ -190,7 +190,7 @@ def test_bench_shuffle_runs_on_the_ranks_of_a_launched_job(tmp_path):
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shuffle, uniform traffic: 2 nodes x 1 ranks") == 1, "one rank speaks for all"
+    assert done.stdout.count("shuffle, uniform traffic: 2 nodes x 1 rank,") == 1, "one rank speaks for all"
     records = list(map(json.loads, out.read_text().splitlines()))
     assert [record["variant"] for record in records] == ["fusco", "baseline"]
     assert all(record["verified"] and record["nodes"] == 2 for record in records)
@@ -223,3 +223,36 @@ def test_the_example_runs():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "examples/moe_layer.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.multirank
+def test_the_example_of_metrics_counts_calls(tmp_path):
+    command = [sys.executable, "examples/metrics.py", "--folder", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_PORT")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    texts = [(tmp_path / f"fusco-metrics-{rank}.prom").read_text() for rank in (0, 1)]
+    assert done.stdout == texts[0]
+    for text in texts:
+        assert 'fusco_calls_total{verb="dispatch"} 10' in text
+        assert 'fusco_calls_total{verb="combine"} 10' in text
+        assert re.search(r'fusco_bytes_total\{verb="dispatch",kind="intranode_row"\} [1-9]', text)
+
+
+@pytest.mark.multirank
+def test_a_timeline_on_cpus_shows_what_each_rank_does(tmp_path):
+    out = tmp_path / "timeline.json"
+    shape = ["--nodes", "2", "--ranks-per-node", "1", "--tokens", "512", "--hidden", "2048", "--iterations", "2"]
+    options = [*shape, "--timeline", str(out)]
+    done = CliRunner().invoke(app, ["bench", "shuffle", *options])
+    assert done.exit_code == 0, done.output
+    trace = json.loads(out.read_text())
+    assert "one dispatch and combine of fusco" in trace["otherData"]["what"]
+    for rank in (0, 1):
+        spans = [each for each in trace["traceEvents"] if each["pid"] == rank and each["ph"] == "X"]
+        calls = {each["name"].split(" #")[0]: each for each in spans if each["cat"] == "calls"}
+        assert set(calls) == {"dispatch", "combine"}
+        assert {"planning", "staging", "wire"} <= {each["name"] for each in spans if each["cat"] == "parts of calls"}
+        assert {"send rows", "receive rows", "scatter rows", "fold sums"} <= {each["cat"] for each in spans}
+        begin, end = calls["dispatch"]["ts"], calls["combine"]["ts"] + calls["combine"]["dur"]
+        assert all(begin <= each["ts"] <= each["ts"] + each["dur"] <= end + 1 for each in spans)

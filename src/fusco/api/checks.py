@@ -38,6 +38,7 @@ class Checks:
     wire_dtype: torch.dtype | None
     device: torch.device
     caller_placement: ExpertPlacement | None = None  # when it was made; ``None`` means the same
+    widest_row: str = ""  # in the words of the caller that made it; ``""`` for bytes
     members: tuple[int, ...] = ()  # the number of each rank once ranks are absent; ``rank`` counts these
     placement_of_all: ExpertPlacement | None = None  # with the experts of absent ranks; ``None`` if none is absent
 
@@ -119,7 +120,7 @@ class Checks:
         """Raise unless ``static`` is valid for blocks of an alignment and, during a graph capture, given."""
         if static is not None and not isinstance(static, StaticRows):
             raise TypeError(f"static must be StaticRows, got {type(static).__name__}")
-        if static is None and self._is_capturing:
+        if static is None and self.is_capturing:
             raise ValueError(
                 "a dispatch with an output of exact size waits on the host, so it cannot be captured in a CUDA graph; "
                 "pass static=StaticRows(num_rows), or StaticRows(rows_per_expert=c)"
@@ -141,7 +142,7 @@ class Checks:
 
     def require_not_capturing(self, verb: str) -> None:
         """Raise if a verb is captured; it waits on the host for the device."""
-        if self._is_capturing:
+        if self.is_capturing:
             raise ValueError(
                 f"{verb} waits on the host, so it cannot be captured in a CUDA graph; call it outside the capture"
             )
@@ -159,9 +160,10 @@ class Checks:
         if len(payloads) > 1 and any(map(wants_grad, payloads)):
             raise ValueError("gradients flow through a single payload only; detach these, or dispatch them apart")
         if num_tokens > self.capacity.max_tokens_per_rank:
+            fixed = "; in a CUDA graph sizes are fixed: dispatch as many once before the capture" * self.is_capturing
             raise ValueError(
                 f"{num_tokens} tokens, but the communicator was made for max_tokens_per_rank="
-                f"{self.capacity.max_tokens_per_rank}"
+                f"{self.capacity.max_tokens_per_rank}{fixed}"
             )
         self._row_bytes(payloads, sum(map(row_bytes, payloads)))
 
@@ -290,7 +292,8 @@ class Checks:
             raise ValueError(f"shuffle names rank(s) {outside} outside {self._describe_ranks()}")
 
     @property
-    def _is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:
+        """True while this rank captures a CUDA graph."""
         return self.device.index is not None and torch.cuda.is_current_stream_capturing()  # the CPU has no index
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
@@ -307,7 +310,8 @@ class Checks:
         if num_bytes > self.capacity.max_row_bytes:
             raise ValueError(
                 f"a token is {' and '.join(map(_values, payloads))}, {num_bytes} bytes as it travels, but the "
-                f"communicator was made for max_bytes_per_token={self.capacity.max_bytes_per_token}: make it with the "
+                f"communicator was made for "
+                f"{self.widest_row or f'max_bytes_per_token={self.capacity.max_bytes_per_token}'}: make it with the "
                 f"hidden and dtype of these rows"
             )
 

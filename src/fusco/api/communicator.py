@@ -59,7 +59,7 @@ class Communicator(ExpertMoves):
         *,
         num_experts: int,
         num_topk: int,
-        max_tokens_per_rank: int,
+        max_tokens_per_rank: int | None,
         hidden: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         max_bytes_per_token: int | None = None,
@@ -75,7 +75,9 @@ class Communicator(ExpertMoves):
             group: the process group, of any backend; ``None`` means the default one.
             num_experts: number of experts of all ranks together, at most 2**20.
             num_topk: maximum number of experts per token (top-k); on CUDA at most 32.
-            max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call.
+            max_tokens_per_rank: maximum number of tokens that a rank dispatches in one call. ``None`` grows: a dispatch
+                that does not fit makes room on all ranks, for the next power of two. Handles stay valid; all sizes take
+                at most twice the last one's memory. In a CUDA graph, and after ``shrink`` or ``grow``, it is fixed.
             hidden: values of a token's row, of ``dtype`` in ``dispatch`` and ``combine``.
             dtype: of rows of ``hidden`` values; for FP8 rows that are combined as bfloat16, bfloat16.
             max_bytes_per_token: instead of ``hidden``, the maximum bytes of a token's row, in ``dispatch`` (all
@@ -178,11 +180,9 @@ class Communicator(ExpertMoves):
         payloads = as_list(x)
         if made_of := self._quantized("dispatch", payloads, quantize, launch):
             payloads = made_of.payloads
-        if self._owners.are_chosen:
-            topk_idx = self._owners.choose(topk_idx)
         origin = made_of.origin if made_of else None
         arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
-        sent = self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
+        sent = self._send_with_room(*arguments) if self._grows else self._send(*arguments)
         if made_of:
             sent = made_of.arrived(sent)
         source = made_of.x if made_of else payloads[0]
@@ -286,7 +286,7 @@ class Communicator(ExpertMoves):
         """
         with self.rejecting():
             given = self._validator.several(ys)
-            self._validator.require_handle(handle)
+            self._validator_of(handle).require_handle(handle)
             slots = [as_slots(y, handle) for y in given]
             rows = [as_matrix(y, handle.num_rows) for y in slots]
         sums = self._sum_all(rows, handle, launch)
@@ -322,7 +322,7 @@ class Communicator(ExpertMoves):
             launch: device settings, without ``own_stream``.
         """
         with self.rejecting():
-            self._validator.require_weights(topk_weights, handle)
+            self._validator_of(handle).require_weights(topk_weights, handle)
         (rows,) = self._move_again([topk_weights.detach()], handle, launch)
         return weights_of_slots(rows, handle)
 
@@ -347,7 +347,7 @@ class Communicator(ExpertMoves):
             float32, or float64 for float64 values (num_tokens, num_topk); zero where ``topk_idx`` is -1.
         """
         with self.rejecting():
-            self._validator.require_values(values, handle)
+            self._validator_of(handle).require_values(values, handle)
             rows = rows_of_weights(values.detach().reshape(-1), handle)
         (sums,) = self._sum_all([rows], handle, launch)
         return sums
@@ -377,12 +377,14 @@ class Communicator(ExpertMoves):
         if quantize is None or self._session.broken:  # if it is, nothing may be launched
             return None
         with self.rejecting(), self._session.access.using(verb):
-            return quantized(self._engine.quantizer(), self._validator, payloads, quantize, launch, handle)
+            return quantized(self._engine.quantizer(), self._validator_of(handle), payloads, quantize, launch, handle)
 
     def _move_again(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
+        if earlier := self._earlier_of(handle):
+            return self._in_turn(earlier, "dispatch_again", "_move_again", payloads, handle, launch, origin)
         if (rows := self._repeats.dispatch_again(payloads, handle, launch, origin)) is not None:
             return rows
         validate = partial(self._validator.validate_redispatch, payloads, handle, launch, origin)
@@ -397,6 +399,8 @@ class Communicator(ExpertMoves):
         launch: Launch | None,
     ) -> list[torch.Tensor]:
         """``combine`` or ``combine_all`` without gradients."""
+        if earlier := self._earlier_of(handle):
+            return self._in_turn(earlier, verb, "_sum", verb, ys, handle, weights, launch)
         if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
             return sums
         validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -39,6 +40,7 @@ from fusco.planner.rank_links import links_of_ranks
 from fusco.rails.rail import configured_rails
 
 _LONGEST_TEXT = 1000
+_FIRST_TOKENS = 256  # of a rank, of a communicator that grows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class CommunicatorConfig:
 
     num_experts: int
     num_topk: int
-    max_tokens_per_rank: int
+    max_tokens_per_rank: int | None  # ``None`` grows
     hidden: int | None = None
     dtype: torch.dtype = torch.bfloat16
     max_bytes_per_token: int | None = None
@@ -56,6 +58,7 @@ class CommunicatorConfig:
     balancer: Balancer | str | None = None
     device: str | torch.device = "cpu"
     settings: Settings = field(default_factory=Settings)
+    room: Capacity | None = None  # what it has grown to
 
     def validator(self, rank: int, world_size: int) -> Validator:
         """Validate the arguments, and return what validates those of verbs; raises as ``Communicator`` does."""
@@ -63,29 +66,41 @@ class CommunicatorConfig:
             raise TypeError(f"Communicator {why_not}")
         if not isinstance(self.settings, Settings):
             raise TypeError(f"settings must be Settings, got {self.settings!r}")
-        capacity = Capacity(
-            max_tokens_per_rank=self.max_tokens_per_rank,
+        capacity = self.room or Capacity(
+            max_tokens_per_rank=_FIRST_TOKENS if self.max_tokens_per_rank is None else self.max_tokens_per_rank,
             max_bytes_per_token=self.row_bytes(),
             num_topk=self.num_topk,
         )
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, least=1)
         placement = ExpertPlacement.of(self.num_experts, self.expert_placement, world_size)
-        if self.num_topk > self.num_experts:
-            raise ValueError(f"num_topk is {self.num_topk}, but there are {self.num_experts} experts")
+        if capacity.num_topk > self.num_experts:
+            raise ValueError(f"num_topk is {capacity.num_topk}, but there are {self.num_experts} experts")
         configure_logging()
         configured_rails()  # raises for interfaces that are not there
         device = check_device(self.device)
         balancer = checked_balancer(find_balancer(self.balancer or DEFAULT_BALANCERS[device.type]))
         return Validator(
             rank=rank,
-            placement=placement.physical,
+            placement=replace(placement.physical),  # another object: handles know theirs
             caller_placement=placement,
             balancer=balancer,
             capacity=capacity,
             wire_dtype=self.settings.sum_dtype,
             device=device,
+            widest_row=f"hidden={self.hidden} of {str(self.dtype).removeprefix('torch.')}" if self.hidden else "",
         )
+
+    @property
+    def grows(self) -> bool:
+        """True if dispatches of any size find room."""
+        return self.max_tokens_per_rank is None
+
+    def with_fixed_sizes(self) -> CommunicatorConfig:
+        """Return the same with the sizes that it has grown to, which are final."""
+        if not self.grows:
+            return self
+        return replace(self, max_tokens_per_rank=self.room.max_tokens_per_rank if self.room else _FIRST_TOKENS)
 
     def row_bytes(self) -> int:
         """Return the bytes of a token that memory is needed for; ``ValueError`` unless one size is given."""
@@ -112,8 +127,8 @@ class CommunicatorConfig:
             **{name: str(value) for name, value in asdict(self.settings).items()},
             "ranks_per_node": str(self.ranks_per_node),
             "num_experts": self.num_experts,
-            "num_topk": self.num_topk,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "num_topk": validator.capacity.num_topk,
+            "max_tokens_per_rank": f"{validator.capacity.max_tokens_per_rank}{' (grows)' * self.grows}",
             "max_bytes_per_token": validator.capacity.max_bytes_per_token,
             "expert_placement": "contiguous" if self.expert_placement is None else placement.digest,
             "balancer": describe_balancer(find_balancer(self.balancer or validator.balancer)),
@@ -131,6 +146,7 @@ class CommunicatorParts:
     validator: Validator  # checks arguments
     config: CommunicatorConfig | None = None  # what they were made of; ``None`` if their members cannot change
     store: Store | None = None  # where other processes may ask to join
+    group: weakref.ref[dist.ProcessGroup] | None = None  # weak, so that a communicator may live as long as its group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +199,18 @@ def check_device(device: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def create(group: dist.ProcessGroup | None, config: CommunicatorConfig) -> CommunicatorParts:
-    """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does."""
+def create(
+    group: dist.ProcessGroup | None, config: CommunicatorConfig, access: Access | None = None
+) -> CommunicatorParts:
+    """Make a communicator's parts, together with all other ranks of the group; raises as ``Communicator`` does.
+
+    ``access`` is that of an earlier size.
+    """
     settings = config.settings if isinstance(config.settings, Settings) else Settings()  # rejected with other ranks
     store_gather = StoreGather(check_process_group(group), settings.timeout_s)
     try:
-        return _create(store_gather, config)
+        parts = _create(store_gather, config, access=access)
+        return replace(parts, group=weakref.ref(check_process_group(group)))
     except Exception as error:
         with cleanup_after(error, "the other ranks could not be waited for"):
             if isinstance(error, PeerFailureError):
@@ -222,7 +244,9 @@ def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) ->
         raise
 
 
-def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None = None) -> CommunicatorParts:
+def _create(
+    store_gather: Gather, config: CommunicatorConfig, kept: Kept | None = None, access: Access | None = None
+) -> CommunicatorParts:
     validator, device, rejection = None, DeviceIdentity.of(torch.device("cpu")), None
     try:
         validator = config.validator(store_gather.members[store_gather.rank], store_gather.num_ranks)
@@ -244,7 +268,7 @@ def _create(store_gather: Gather, config: CommunicatorConfig, kept: Kept | None 
     num_rails = len(configured_rails())
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
-    parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else None)
+    parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else access)
     _log_start(validator, engine_config)
     store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
     return replace(parts, config=config, store=store)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from fusco.api.create import CommunicatorConfig, Kept
-from fusco.api.membership import Membership, release
+from fusco.api.growth import Growing
+from fusco.api.membership import release
 from fusco.api.next_generation import Change, make_next, placement_as_text, placement_of, warm_up
 from fusco.api.uncompiled import uncompiled
 from fusco.control.agreement import Agreement, Member, notify_excluded
@@ -26,7 +27,7 @@ _Elastic = TypeVar("_Elastic", bound="Elastic")
 _JOIN_LIMIT_S = 600.0  # of the wait of a new process for ``grow``
 
 
-class Elastic(Membership):
+class Elastic(Growing):
     """The verbs of a ``Communicator`` that change its members."""
 
     @property
@@ -192,7 +193,8 @@ class Elastic(Membership):
             rank: the rank to be, if it is absent; else, and with ``None``, the lowest that is.
             name: as in ``grow``.
             join_timeout_s: limit of the wait for ``grow``.
-            arguments: those of ``Communicator``, but ``group``, the same as on the other ranks.
+            arguments: those of ``Communicator``, but ``group``, the same as on the other ranks. If those have grown,
+                ``max_tokens_per_rank`` is that of their ``capacity``.
 
         Raises:
             TransportError: if the others have not called ``grow`` within the limit, or cannot be reached.
@@ -200,7 +202,8 @@ class Elastic(Membership):
             MismatchError: if the arguments are not those of the others, which go on without this process.
             PeerFailureError: if the others fail meanwhile.
         """
-        config = CommunicatorConfig(**{key: value for key, value in arguments.items() if value is not None})
+        given = {key: value for key, value in arguments.items() if value is not None}
+        config = CommunicatorConfig(**{"max_tokens_per_rank": None, **given})
         warm_up(config)  # before others wait for it
         limit_s = config.settings.timeout_s
         joining = Joining(JoinStore(store, name, limit_s), rank, join_timeout_s)
@@ -311,7 +314,9 @@ class Elastic(Membership):
 
     def _go_on(self, config: CommunicatorConfig, change: Change, placement: ExpertPlacement | None = None) -> None:
         """Agree on the members of the next generation, connect, and replace this rank's parts; placement, too."""
-        session, num_lost = self._session, self.num_lost_rows
+        session, num_lost, config = self._session, self.num_lost_rows, config.with_fixed_sizes()
+        for each in self._earlier:
+            each._end()  # noqa: SLF001  their handles become invalid
         kept = Kept(placement=placement or self._owners.placement_of_all, access=session.access)
         num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
         release(session, self._engine, holds_status_server=True)

@@ -18,8 +18,8 @@ from fusco.control.threads import within
 from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, PeerFailureError, ThreadError, cleanup_after, first_line
 from fusco.core.placement import ExpertPlacement
-from fusco.core.profile import CallProfile
-from fusco.core.timeline import NO_TIMELINE, Timeline
+from fusco.core.profile import CallProfile, ProfileHook
+from fusco.core.timeline import NO_TIMELINE, HostTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.base import Engine
 
@@ -46,11 +46,20 @@ class Rejecting:
 class Membership:
     """The part of a ``Communicator`` that is not a verb."""
 
+    _earlier: tuple[Membership, ...] = ()  # its earlier, smaller sizes, whose handles are still valid
+    _along: tuple[Session, int] | None = None  # the latest call along their handles, and its number in the latest size
+
+    _limits: tuple[ExitStack, float] | None = None  # of the innermost ``limit``
+
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
         self._config, self._num_lost_before = parts.config, 0
+        self._grows = parts.config is not None and parts.config.grows
         self._store = parts.store or getattr(self, "_store", None)
-        self._is_closed = False
+        self._group = parts.group
+        self._is_closed, self._earlier, self._along = False, (), None
+        self._hooks: list[ProfileHook] = getattr(self, "_hooks", [])
+        self._session.hooks = self._hooks
         self._owners = Owners(parts.session, parts.engine, parts.validator)
         num_experts, device = parts.validator.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
@@ -89,8 +98,19 @@ class Membership:
 
     @property
     def profile(self) -> CallProfile:
-        """Times and bytes of the latest collective on this rank."""
+        """Times and bytes of the latest collective on this rank; ``add_profile_hook`` has those of all."""
+        if self._along and self._along[1] == self._session.sequence_number:
+            return self._along[0].profile
         return self._session.profile
+
+    def add_profile_hook(self, hook: Callable[[CallProfile], object]) -> Callable[[], None]:
+        """Call ``hook(profile)`` on this rank after each collective that is complete; return what ends that.
+
+        ``CallCounters`` is a hook that adds profiles up. A hook takes the time of the call, and should return within
+        microseconds; one that raises is logged and called no more.
+        """
+        self._hooks.append(hook)
+        return partial(_remove, self._hooks, hook)
 
     def wait(self) -> None:
         """Make the current CUDA stream wait for all calls launched so far; not a collective.
@@ -98,7 +118,8 @@ class Membership:
         ``Dispatched.wait`` and ``Launch.event`` wait for one call.
         """
         with self._session.access.using("wait"):
-            self._engine.wait()
+            for each in (*self._earlier, self):
+                each._engine.wait()  # noqa: SLF001  of this class
 
     def synchronize(self) -> None:
         """Wait on the host until all calls launched so far are done; not a collective.
@@ -109,9 +130,10 @@ class Membership:
         """
         with self._session.access.using("synchronize"):
             self._validator.require_not_capturing("synchronize")
-            self._drain()
-            if error := self._engine.pending_error():
-                raise error
+            for each in (*self._earlier, self):
+                each._drain()  # noqa: SLF001  of this class
+                if error := each._engine.pending_error():  # noqa: SLF001
+                    raise error
 
     def check(self) -> None:
         """Raise what has gone wrong so far; for loops that replay CUDA graphs. Waits for nothing; not a collective.
@@ -128,9 +150,10 @@ class Membership:
             ClosedError: if the communicator is broken or closed.
         """
         with self._session.access.using("check"):
-            self._session.check()
-            if error := self._engine.pending_error():
-                raise error
+            for each in (*self._earlier, self):
+                each._session.check()  # noqa: SLF001  of this class
+                if error := each._engine.pending_error():  # noqa: SLF001
+                    raise error
 
     @contextmanager
     def limit(self, timeout_s: float) -> Iterator[None]:
@@ -140,8 +163,15 @@ class Membership:
         are known to be in step. On CUDA it limits the waits of the host; those of kernels keep the limit of the
         settings, but end with the host's. A call that fails here fails on all ranks.
         """
-        with self._session.limited(Settings(timeout_s=timeout_s).timeout_s):  # checks it
-            yield
+        limit_s, before = Settings(timeout_s=timeout_s).timeout_s, self._limits  # checks it
+        with ExitStack() as limits:
+            for each in (*self._earlier, self):
+                limits.enter_context(each._session.limited(limit_s))  # noqa: SLF001  of this class
+            self._limits = limits, limit_s
+            try:
+                yield
+            finally:
+                self._limits = before
 
     def hand_over(self) -> None:
         """Let another thread own the communicator: the next one that calls a verb."""
@@ -157,22 +187,24 @@ class Membership:
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
-        """Record the times at which calls made inside run on the device; a collective, for CUDA only.
+        """Record the times at which calls made inside run; a collective.
 
-        The times of all ranks have about the same origin. On the CPU, ``profile`` has the times of a call.
+        On CUDA these are the times of the device; on the CPU those of each call, its parts, and each slice that a task
+        of it moves. The times of all ranks have about the same origin.
         """
-        if self._validator.device.type != "cuda":
-            raise ValueError(f"timelines are recorded on CUDA; this communicator's device is {self._validator.device}")
-        timeline = Timeline()
+        is_host = self._validator.device.type == "cpu"
+        timeline = HostTimeline() if is_host else Timeline()
         self.synchronize()
         with self._session.access.using("record_timeline"), self._session.collective("record_timeline"):
             self._session.agree(CollectiveFingerprint("record_timeline"))
             timeline.begin()
         self._engine.record(timeline)
+        self._session.timeline = timeline if isinstance(timeline, HostTimeline) else None
         try:
             yield timeline
         finally:
             self._engine.record(NO_TIMELINE)
+            self._session.timeline = None
 
     def rejecting(self) -> Rejecting:
         """Turn an error inside into a rejection of the collective that all other ranks call: they raise at once.
@@ -220,7 +252,8 @@ class Membership:
         with self._session.access.alone("close"):
             try:
                 self._end_together()
-                pending = self._engine.pending_error()
+                errors = (each._engine.pending_error() for each in (*self._earlier, self))  # noqa: SLF001  of this class
+                pending = next(filter(None, errors), None)
             except ClosedError:
                 pass  # it broke before, so there is no rank to wait for
             except BaseException as error:
@@ -266,11 +299,14 @@ class Membership:
     def _leave(self, reason: str) -> None:
         """Release all resources; ranks that wait for this one raise."""
         try:
-            self._session.depart(reason)
+            for each in (*self._earlier, self):
+                each._session.depart(reason)  # noqa: SLF001  of this class
         finally:
             self._end()
 
     def _end(self) -> None:
+        for each in self._earlier:
+            each._end()  # noqa: SLF001  of this class
         self._is_closed = True
         if self._finalizer.detach():
             release(self._session, self._engine)
@@ -281,6 +317,8 @@ class Membership:
             with self._session.collective("close"):
                 self._session.agree(CollectiveFingerprint("close"))
                 self._drain()
+            for each in self._earlier:
+                each._end_together()  # noqa: SLF001  of this class
             self._settle()
         except PeerFailureError as error:
             if not (error.has_left and self._engine.has_finished()):
@@ -297,6 +335,11 @@ class Membership:
             with self._session.collective("settle"):
                 self._session.agree(CollectiveFingerprint("settle"))
         self._engine.finish()
+
+
+def _remove(hooks: list[ProfileHook], hook: ProfileHook) -> None:
+    if hook in hooks:
+        hooks.remove(hook)
 
 
 def release(session: Session, engine: Engine[Any], *, holds_status_server: bool = False) -> None:

@@ -44,6 +44,7 @@ class Owners:
     Attributes:
         placement: the present placement.
         placement_of_all: the same with the experts of ranks that are absent.
+        batch: owners of a planned batch, for the next dispatch.
     """
 
     def __init__(self, session: Session, engine: Engine[Any], validator: Validator) -> None:
@@ -51,7 +52,7 @@ class Owners:
         self.placement = validator.caller_placement or validator.placement
         self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
-        self._batch: tuple[OwnerTables, Int32Array] | None = None  # of the plan that the next dispatch follows
+        self.batch: tuple[OwnerTables, Int32Array] | None = None  # of the plan that the next dispatch follows
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
         self._max_counts = 2 * ControlLayout(engine.topology).max_counts
@@ -69,7 +70,7 @@ class Owners:
     def are_chosen(self) -> bool:
         """False if all ids are those of physical experts already."""
         return self._choice is not None and (
-            self._batch is not None or self._is_always_chosen or not self._tables.is_identity
+            self.batch is not None or self._is_always_chosen or not self._tables.is_identity
         )
 
     def choose(self, topk_idx: torch.Tensor) -> torch.Tensor:
@@ -79,8 +80,8 @@ class Owners:
         """
         tables: OwnerTables = self._tables
         bounds: Int32Array | None = None
-        if self._batch:  # of the latest plan, which had the counts
-            (tables, bounds), self._batch = self._batch, None
+        if self.batch:  # of the latest plan, which had the counts
+            (tables, bounds), self.batch = self.batch, None
         elif tables.needs_counts:
             bounds = self._divide(topk_idx)
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.device == self._validator.device
@@ -119,10 +120,10 @@ class Owners:
         counts = self._exchange("plan_batch", known, topk_idx, num_experts, count, check)
         ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else None
         plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
-        self._batch = None
+        self.batch = None
         if len(plan.experts):
             tables = OwnerTables.of(placement, self._validator.rank, topology, (plan.experts, plan.ranks))
-            self._batch = tables, tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
+            self.batch = tables, tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
         return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
 
     def place(self, given: object) -> None:

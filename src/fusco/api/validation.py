@@ -58,7 +58,7 @@ class Validator(Checks):
         origin: Origin | None = None,
     ) -> DispatchRequest:
         """Validate the arguments of ``dispatch``; for ``origin`` see ``DispatchRequest``."""
-        if static is not None or self._is_capturing:
+        if static is not None or self.is_capturing:
             self.require_static(static, alignment)
         known = self.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         if known is None:

@@ -14,9 +14,10 @@ from fusco.cli import options
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import ResultTable, describe_origin, headline, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, headline, shape_of, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeRecord, ExchangeRun
@@ -86,16 +87,16 @@ def alltoall(
 
     Outputs are compared bit for bit before anything is timed. Exit code 1 if they differ.
     """
-    from fusco.bench.alltoall import VARIANTS, run_rank, summarize
+    kinds = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
+    options.check_skew(options.given_options(context), "--matrix", kinds)
+    from fusco.bench.alltoall import VARIANTS, run_rank, summarize  # it takes seconds, and names are right now
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.schedule import warm_up
 
     topology = place.topology()
-    kinds = options.choose_names(matrix, get_args(ExchangeMatrix), "matrix")
-    options.check_skew(options.given_options(context), "--matrix", kinds)
     runs = exchange.runs(kinds, topology, routing, place)
-    prepare, num_ranks = (warm_up_cpu, warm_up), topology.world_size
-    place.run_there(prepare)
+    prepare, num_ranks = (warm_up_cpu, lambda _: warm_up()), topology.world_size
+    place.run_there((warm_up_cpu, warm_up))
     console = new_console(json)
     if place.device == "cpu":
         largest = max(int(run.rank_bytes.sum()) for run in runs)  # once as input, and as output of each variant
@@ -157,13 +158,14 @@ _COLUMNS: tuple[Column, ...] = (
 def _table(records: Sequence[ExchangeRecord]) -> ResultTable:
     one = records[0]
     title = (
-        f"all-to-all: {one.nodes} nodes x {one.ranks_per_node} ranks, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
+        f"all-to-all: {shape_of(one.nodes, one.ranks_per_node)}, {one.bytes_per_rank / 1e6:,.1f} MB a rank on "
         f"average, on {one.device}"
     )
     rate = f"the {one.rank_gbs:.4g} GB/s of a rank's rails" if one.rank_gbs else "that peak"
     notes = (
-        f"medians of {one.num_iterations} iterations, the slowest rank's time; links, all ranks sending at once: "
-        f"between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy {one.copy_peak_gbs:.1f} GB/s",
+        f"medians of {plural(one.num_iterations, 'iteration')}, the slowest rank's time; links, all ranks sending "
+        f"at once: between nodes {one.internode_peak_gbs:.2f} GB/s per rank and direction, copy "
+        f"{one.copy_peak_gbs:.1f} GB/s",
         f"bound: the busiest node's bytes, shared by its ranks, at {rate}",
         describe_origin(one, one.nodes * one.ranks_per_node),
     )

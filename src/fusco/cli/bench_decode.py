@@ -18,6 +18,7 @@ from fusco.cli.running import check_room, new_console, run_model
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.decode.job import DecodeJob
@@ -64,6 +65,9 @@ class DecodeOptions:
 
     def job(self, place: PlaceOptions) -> tuple[DecodeJob, dict[str, str]]:
         """Return the job, and why variants that are not in it cannot run."""
+        if self.tokens:
+            options.integers(self.tokens, "tokens")
+        micro_batches = tuple(options.integers(self.micro_batches, "micro-batches"))
         from fusco.bench.decode.job import DecodeJob
         from fusco.bench.prefill.job import TINY
         from fusco.fsdp.qwen3 import Qwen3Shape
@@ -79,7 +83,7 @@ class DecodeOptions:
             num_ranks=topology.world_size,
             ranks_per_node=topology.ranks_per_node,
             tokens=tuple(options.integers(tokens, "tokens")),
-            micro_batches=tuple(options.integers(self.micro_batches, "micro-batches")),
+            micro_batches=micro_batches,
             variants=chosen,
             dtype=self.dtype,
             context=self.context,
@@ -102,11 +106,11 @@ def decode(*, place: PlaceOptions, what: DecodeOptions, json: options.JsonFile =
     On GPUs: fusco bench decode --device cuda --dtype fp8
     """
     check_fsdp("fusco bench decode", ("torch",))
+    job, skipped = what.job(place)
     from fusco.bench.decode.records import headline
     from fusco.bench.prefill.records import SkippedRecord
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
-    job, skipped = what.job(place)
     place.run_there((warm_up_cpu,))
     console = new_console(json)
     if json and os.environ.get("RANK", "0") == "0":
@@ -149,9 +153,9 @@ def _print(job: DecodeJob, records: Sequence[DecodeRecord], skipped: Mapping[str
     shape = job.shape
     attention = f"attention to {job.context} tokens" if job.context else "without attention"
     title = (
-        f"decode, {job.num_ranks} ranks on {job.device}, {job.dtype}, {attention}, {job.routing} routing: "
-        f"{shape.num_layers} layers, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of "
-        f"width {shape.moe_intermediate}"
+        f"decode, {plural(job.num_ranks, 'rank')} on {job.device}, {job.dtype}, {attention}, {job.routing} routing: "
+        f"{plural(shape.num_layers, 'layer')}, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} "
+        f"experts of width {shape.moe_intermediate}"
     )
     notes = (
         "a step: from idle ranks until the next token of every sequence is there, the slowest rank's time, median of "

@@ -20,6 +20,7 @@ from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.prefill.job import PrefillJob
@@ -197,9 +198,9 @@ def _print(
 
     one, shape = records[0], job.shape
     title = (
-        f"prefill, {job.num_ranks} ranks on {job.device}, {job.tokens} tokens a rank, {job.dtype}: {shape.num_layers} "
-        f"layers, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} experts of width "
-        f"{shape.moe_intermediate}"
+        f"prefill, {plural(job.num_ranks, 'rank')} on {job.device}, {job.tokens} tokens a rank, {job.dtype}: "
+        f"{plural(shape.num_layers, 'layer')}, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} "
+        f"experts of width {shape.moe_intermediate}"
     )
     notes = (
         f"time from a barrier to the first tokens on the host, the slowest rank's, median of {job.num_iterations}; "

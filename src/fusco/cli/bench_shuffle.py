@@ -13,11 +13,12 @@ import typer
 from rich.console import RenderableType
 
 from fusco.bench import names
-from fusco.bench.shuffle.variants import choose_variants, is_of_caller, load_of_caller, recorded_variant
+from fusco.bench.shuffle.variants import VARIANTS, choose_variants, is_of_caller, load_of_caller, recorded_variant
 from fusco.cli import options
 from fusco.cli.explore import plan_views
 from fusco.cli.reports import headlines, report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.tables import shape_of
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
 from fusco.ranks.emulation import describe_emulation
@@ -69,10 +70,19 @@ class ShuffleOptions:
         typer.Option(
             dir_okay=False,
             callback=options.check_writable,
-            help="On CUDA: also record a timeline of one dispatch and combine, as JSON for Perfetto. "
+            help="Also record a timeline of one dispatch and combine, as JSON for Perfetto. "
             "With several kinds of traffic a file for each, with its name before the suffix.",
         ),
     ] = None
+
+    def check_names(self) -> None:
+        """Raise ``ValueError`` for a variant that there is nowhere."""
+        for name in options.choose_names(self.variants, [], "variants") if self.variants else ():
+            if name not in VARIANTS and not is_of_caller(name):
+                raise ValueError(
+                    f"variant {name!r} is not one of {', '.join(VARIANTS)}; nor a function of yours, as "
+                    f"package.module:function"
+                )
 
     def run(self, workloads: tuple[Workload, ...], place: PlaceOptions) -> ShuffleRun:
         """Return the run; ``ValueError`` if options do not fit together."""
@@ -80,15 +90,11 @@ class ShuffleOptions:
         from fusco.core.config import Settings
         from fusco.planner.balancer import DEFAULT_BALANCERS
 
-        if self.num_sms is not None and place.device != "cuda":
-            raise ValueError("--num-sms needs --device cuda")
         selected = options.choose_names(self.variants, [], "variants")
         num_nodes = workloads[0].topology.num_nodes
         variants = choose_variants(place.device, num_nodes, selected, with_ablation=self.ablation)
         for variant in filter(is_of_caller, variants):
             load_of_caller(variant)
-        if self.timeline and place.device != "cuda":
-            raise ValueError("--timeline records GPUs: it needs --device cuda")
         if self.timeline and recorded_variant(variants) is None:
             raise ValueError(f"--timeline shows fusco or fusco-static, but the variants are {', '.join(variants)}")
         return ShuffleRun(
@@ -127,11 +133,15 @@ def shuffle(
     variant is verified first: dispatched rows bit for bit, combined rows within rounding. Exit code 1 if a variant is
     wrong, or if fusco sends more or fewer bytes between nodes than it must.
     """
-    from fusco.bench.inputs.traffic import world_bytes
+    patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
+    if how.num_sms is not None and place.device != "cuda":
+        raise ValueError("--num-sms needs --device cuda")
+    how.check_names()
+    workload.check(patterns)
+    from fusco.bench.inputs.traffic import world_bytes  # it takes seconds, and names are right now
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     topology, device = place.topology(), place.device
-    patterns: list[Any] = options.choose_names(traffic, get_args(names.Pattern), "traffic")
     workloads = workload.workloads(patterns, topology, batches)
     if batches > 1 and (device == "cuda" or len(workloads) == len(patterns)):
         raise ValueError(f"--batches {batches} goes with --traffic one-prompt or ragged, on the CPU")
@@ -175,7 +185,7 @@ def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path
         target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
         about = {
             "what": f"one dispatch and combine of {recorded_variant(run.variants)}",
-            "shape": f"{run.topology.num_nodes} nodes x {run.topology.ranks_per_node} ranks, {workload.tokens} tokens "
+            "shape": f"{shape_of(run.topology.num_nodes, run.topology.ranks_per_node)}, {workload.tokens} tokens "
             f"a rank, hidden {workload.hidden}, top-{workload.num_topk} of {workload.placement.num_experts}, {traffic}",
             "commit": commit(),
         }

@@ -218,12 +218,18 @@ class WorkloadOptions(RoutingOptions):
     hidden: Hidden = 4096
     dtype: Dtype = "bfloat16"
 
+    def check(self, patterns: Sequence[names.Pattern]) -> None:
+        """Raise ``ValueError`` if options do not fit together, whatever the ranks."""
+        if not set(patterns) & set(names.REPLAYED):
+            self.check_no_trace("--traffic", patterns)
+        if self.num_topk > self.num_experts:
+            raise ValueError(f"num_topk is {self.num_topk}, more than the {self.num_experts} experts")
+
     def workloads(
         self, patterns: Sequence[names.Pattern], topology: Topology, num_batches: int = 1
     ) -> tuple[Workload, ...]:
         """Return a workload for each pattern, and batch of a prefill; ``ValueError`` if options do not fit together."""
-        if not set(patterns) & set(names.REPLAYED):
-            self.check_no_trace("--traffic", patterns)
+        self.check(patterns)
         world_size = topology.world_size
         if self.num_experts % world_size:
             raise ValueError(

@@ -13,7 +13,7 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.options import with_groups
 from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable
+from fusco.cli.tables import ResultTable, shape_of
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _check(shuffle: str | None, given: dict[str, Any]) -> None:
 def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
     lanes = "with lanes" if record.has_lanes else "without lanes: no rank has 1/8 and a slice more than its share"
     console.print(
-        f"shuffle of [bold]{record.matrix}[/] segments: {record.nodes} nodes x {record.ranks_per_node} ranks, {lanes}"
+        f"shuffle of [bold]{record.matrix}[/] segments: {shape_of(record.nodes, record.ranks_per_node)}, {lanes}"
     )
     title = f"MB between nodes, by rank; bound {record.bound_bytes / 1e6:,.2f}: the busiest node's share for each rank"
     console.print(_table_of_ranks(title, record.ranks, lambda size: f"{size / 1e6:,.2f}"))
@@ -118,7 +118,7 @@ def _table_of_ranks(title: str, ranks: Sequence[RankLoad], show: Callable[[int],
 
 def _print(record: PlanRecord, console: Console) -> None:
     console.print(
-        f"[bold]{record.traffic}[/] traffic: {record.nodes} nodes x {record.ranks_per_node} ranks, {record.tokens} "
+        f"[bold]{record.traffic}[/] traffic: {shape_of(record.nodes, record.ranks_per_node)}, {record.tokens} "
         f"tokens a rank, top-{record.num_topk} of {record.num_experts} experts, {record.bytes_per_token} bytes a token"
     )
     columns = ["", *(f"node {node}" for node in range(record.nodes))]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +19,7 @@ from fusco.bench.names import STDOUT
 from fusco.core.environment import may_share_gpus
 from fusco.core.memory_size import available_memory_bytes
 from fusco.core.topology import Topology
+from fusco.explore.wording import plural
 from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
@@ -23,7 +28,9 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
+Prepare = Callable[[Callable[[int, int], object]], object]
 _LOG_WIDTH = 150  # columns of a table in a log
+_LINE_S = 10.0  # between lines on progress in a log
 
 
 class Interrupted(BaseException):
@@ -53,6 +60,26 @@ class StepProgress(Progress):
         # Stdout is not the console's: rank 0 of a launched job may write JSON lines there.
         columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), "left")
         super().__init__(*columns, console=console, transient=True, redirect_stdout=False)
+
+    @contextmanager
+    def lines_in_logs(self) -> Iterator[None]:
+        """Print a line on the task every ten seconds, on stderr, if there is no terminal to show a bar on."""
+        ended, begin = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not ended.wait(_LINE_S):
+                for task in self.tasks:
+                    steps = f", {task.completed:.0f} of {task.total:.0f}" if task.total else ""
+                    sys.stderr.write(f"fusco: {task.description}{steps}, after {time.monotonic() - begin:.0f} s\n")
+                    sys.stderr.flush()
+
+        thread = threading.Thread(target=tell, daemon=True)
+        if not self.console.is_terminal:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """Yield what is shown."""
@@ -129,14 +156,15 @@ def run_on_ranks(
     *,
     device: str = "cpu",
     topology: Topology | None = None,
-    prepare: Sequence[Callable[[], object]] = (),
+    prepare: Sequence[Prepare] = (),
     limit_s: float = 600.0,
 ) -> list[_Result] | None:
     """Call ``function(group, *arguments, progress_port)`` on every rank and return the results, by rank.
 
     It starts ``num_ranks`` processes, unless a launcher has started the ranks; all of those but rank 0 return ``None``.
     The console shows the steps that rank 0 reports, and the note of every twentieth, if they have one.
-    For ranks that are started here, ``prepare`` compiles kernels first, so that they load them from disk, ``limit_s``
+    Where it is no terminal, a line on stderr says every ten seconds what is being done. For ranks that are started
+    here, ``prepare`` compiles kernels first, so that they load them from disk, and reports its steps; ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
     from fusco.ranks.joined_world import run_joined
@@ -147,7 +175,7 @@ def run_on_ranks(
     job = launched()
     if job and job.rank:
         return run_joined(device, function, *arguments, None)
-    with StepProgress(console) as progress:
+    with StepProgress(console) as progress, progress.lines_in_logs():
         task, next_note = progress.add_task("starting", total=None), 1
 
         def show(num_done: int, num_steps: int, note: str) -> None:
@@ -163,10 +191,14 @@ def run_on_ranks(
             store = new_store()
             with watching(store, show):
                 return run_joined(device, function, *arguments, store.port)
-        progress.update(task, description="compiling (once)" if prepare else "")
+
+        def compiled(num_done: int, num_steps: int) -> None:
+            progress.update(task, description="compiling kernels (once)", completed=num_done, total=num_steps)
+
+        progress.update(task, description="compiling kernels (once)" if prepare else "")
         for each in prepare:
-            each()
-        progress.update(task, description=f"starting {num_ranks} ranks")
+            each(compiled)
+        progress.update(task, description=f"starting {plural(num_ranks, 'rank')}", completed=0, total=None)
         environment = (
             emulated_network(topology, os.environ, num_devices(device)) if topology and device == "cuda" else None
         )

@@ -16,6 +16,7 @@ from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.schedule import ModeRecord
@@ -84,7 +85,7 @@ def schedule(
 
 def _print_matrix(node_bytes: IntArray, name: str, console: Console) -> None:
     num_nodes = len(node_bytes)
-    title = f"[bold]{name}[/], {num_nodes} nodes"
+    title = f"[bold]{name}[/], {plural(num_nodes, 'node')}"
     if num_nodes > _MAX_ROWS:
         console.print(f"{title}: {node_bytes.sum() / 1e6:,.1f} MB in all, diagonal included")
         return

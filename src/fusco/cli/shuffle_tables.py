@@ -11,7 +11,8 @@ from typing import Any
 from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord, VariantRecord, gains_of
 from fusco.bench.shuffle.variants import VARIANTS, is_of_caller
 from fusco.cli.reports import Column, table_of
-from fusco.cli.tables import ResultTable, describe_origin, verified_cell
+from fusco.cli.tables import ResultTable, describe_origin, shape_of, verified_cell
+from fusco.explore.wording import plural
 
 # Name of a figure, and its row on the CPU.
 _FIGURES = {
@@ -46,7 +47,7 @@ def table_of_records(records: Sequence[Any]) -> ResultTable:
 def _gains(records: Sequence[ShuffleRecord]) -> ResultTable:
     first, num_batches = records[0], records[-1].batch + 1
     title = (
-        f"{first.traffic} prefills, {num_batches} batches: {first.nodes} nodes x {first.ranks_per_node} ranks, at most "
+        f"{first.traffic} prefills, {num_batches} batches: {shape_of(first.nodes, first.ranks_per_node)}, at most "
         f"{first.tokens} tokens a rank, hidden {first.hidden}; gain of {first.variant}: a variant's time over its time"
     )
     columns: tuple[Column, ...] = (
@@ -64,7 +65,7 @@ def _gains(records: Sequence[ShuffleRecord]) -> ResultTable:
 def _cpu_table(records: Sequence[ShuffleRecord]) -> ResultTable:
     first, by_name = records[0], {record.variant: record for record in records}
     has_ratio = {"fusco", "baseline"} <= set(by_name)
-    title = _title(first, f"{first.nodes} nodes x {first.ranks_per_node} ranks") + f", on {first.device}"
+    title = _title(first, shape_of(first.nodes, first.ranks_per_node)) + f", on {first.device}"
     table = ResultTable(title, ("", *by_name, *(["baseline / fusco"] if has_ratio else [])), _cpu_notes(first))
     for name, label in _FIGURES.items():
         if name == "bound_ms" and not first.bound_ms:
@@ -96,7 +97,8 @@ def _title(one: VariantRecord, where: str) -> str:
 def _cpu_notes(record: ShuffleRecord) -> list[str]:
     num_ranks = record.nodes * record.ranks_per_node
     notes = [
-        f"medians of {record.num_iterations} iterations, the slowest rank's time; bytes of one dispatch, all ranks",
+        f"medians of {plural(record.num_iterations, 'iteration')}, the slowest rank's time; bytes of one "
+        "dispatch, all ranks",
         f"links, all {num_ranks} ranks sending at once: copy {record.copy_peak_gbs:.1f} GB/s a rank",
     ]
     if record.nodes > 1:
@@ -136,7 +138,7 @@ def _between_nodes(records: Sequence[InternodeRecord]) -> ResultTable:
         ("dispatch\n/ that", _number("dispatch_over_bound", ".2f")),
         ("combine\n/ that", _number("combine_over_bound", ".2f")),
     )
-    where = f"{records[0].nodes} nodes x {records[0].ranks_per_node} ranks"
+    where = shape_of(records[0].nodes, records[0].ranks_per_node)
     return _table(records, where, columns, _internode_notes(records))
 
 

@@ -11,6 +11,8 @@ from rich.measure import Measurement as Extent, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
+from fusco.explore.wording import plural
+
 if TYPE_CHECKING:
     from fusco.bench.harness.environment import Measurement
 
@@ -153,8 +155,18 @@ def verified_cell(is_right: bool) -> str:
 def describe_origin(record: Measurement, num_ranks: int, packages: tuple[str, ...] = ("torch",)) -> str:
     """Describe the GPUs, one for each rank unless they share some, or the processor; packages; the commit."""
     of = record.hardware
-    machine = f"{num_ranks} x {of['gpu']}" if "gpu" in of else f"{of['cpu']}, {of['num_cores']} cores"
+    num_cores = int(of.get("num_cores", 1))
+    machine = f"{num_ranks} x {of['gpu']}" if "gpu" in of else f"{of['cpu']}, {plural(num_cores, 'core')}"
     if int(of.get("num_gpus", num_ranks)) < num_ranks:
         machine = f"{num_ranks} ranks that share {of['num_gpus']} x {of['gpu']}"
     source = f"fusco {record.versions['fusco']}" if record.commit == "none" else f"commit {record.commit}"
     return "; ".join([machine, *(f"{name} {record.versions[name]}" for name in packages), source])
+
+
+def shape_of(num_nodes: int, ranks_per_node: int) -> str:
+    """Return the nodes and ranks of a run.
+
+    >>> shape_of(1, 2)
+    '1 node x 2 ranks'
+    """
+    return f"{plural(num_nodes, 'node')} x {plural(ranks_per_node, 'rank')}"

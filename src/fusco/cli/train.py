@@ -20,6 +20,7 @@ from fusco.cli.tables import ResultTable, describe_origin
 from fusco.cli.train_options import RunOptions, SavingOptions, keep_steps, num_steps_of, take_up, write_options
 from fusco.cli.train_presets import SizeOptions
 from fusco.core.requirements import check_cuda_core, check_fsdp
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.ranks.torchrun import Launched
@@ -218,7 +219,7 @@ def _print(job: TrainingJob, records: Sequence[RunRecord], console: Console) -> 
     what = job.model.name if job.model else _ARCHITECTURES[job.architecture]
     console.print(
         f"{what} of {one.num_parameters / 1e6:,.1f} million parameters: "
-        f"{shape.num_layers} layers, hidden {shape.hidden}, "
+        f"{plural(shape.num_layers, 'layer')}, hidden {shape.hidden}, "
         f"top-{shape.num_topk} of {shape.num_experts} experts of width {shape.moe_intermediate}\n"
         f"{job.num_ranks} ranks on {job.device}, ep_size {job.ep_size}, {job.tokens} tokens a rank, {job.dtype}, "
         f"activation checkpointing {job.activation_checkpointing}, {job.num_steps} steps",
@@ -260,8 +261,9 @@ def _show_learning(runs: Sequence[Run], console: Console, plot: Path | None) -> 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:
     one = records[0]
+    after = f" after the first {one.num_warm_ups}" * bool(one.num_warm_ups)
     notes = [
-        f"medians of the steps after the first {one.num_warm_ups}; a step is the slowest rank's; dispatch and combine "
+        f"medians of the steps{after}; a step is the slowest rank's; dispatch and combine "
         "are those of all layers, means over ranks, waiting for others included"
     ]
     if len(records) == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -20,7 +21,8 @@ from fusco.core.errors import (
     SharedMemoryError,
     cleanup_after,
 )
-from fusco.core.profile import Call, CallProfile
+from fusco.core.profile import Call, CallProfile, ProfileHook, RecordedProfile, report
+from fusco.core.timeline import HostTimeline
 
 # Errors that all ranks raise in the same collective. The communicator stays usable.
 _RECOVERABLE = (MismatchError, RejectedInputError, SharedMemoryError)
@@ -45,6 +47,9 @@ class Session:
         self.has_published = False
         self.broken = ""
         self._profile = CallProfile()
+        self.timeline: HostTimeline | None = None  # while one is recorded
+        self._begin_s = 0.0
+        self.hooks: Sequence[ProfileHook] = ()  # called after each collective
         self._repeated: tuple[float, float, Callable[[CallProfile], None]] | None = None  # of ``leave_repeated``
 
     @contextmanager
@@ -94,6 +99,8 @@ class Session:
         """Leave a collective in which ``repeat`` returned True; ``count`` sets what its profile has besides times."""
         self._watchdog.end()
         self._repeated = planning_s, wire_s, count
+        if self.hooks:
+            report(self.profile, self.hooks)
 
     @property
     def profile(self) -> CallProfile:
@@ -115,6 +122,9 @@ class Session:
                 self._repeated = None  # of an earlier collective
                 self._begin_exchange(f"{operation} #{self.sequence_number + 1}")
             self._profile, self._repeated = CallProfile(self._name), None
+            if self.timeline is not None:
+                self._profile = recorded = RecordedProfile(self._name)
+                recorded.timeline, self._begin_s = self.timeline, time.perf_counter()
             self._watchdog.check_device()
         except BaseException as error:
             self.fail(operation, error)
@@ -127,6 +137,10 @@ class Session:
             self.has_published = False
             self._memory.write_done(self.sequence_number)
             self._watchdog.end()
+            if self.timeline is not None:
+                self.timeline.add("calls", self._name, self._begin_s, time.perf_counter())
+            if self.hooks and error is None:
+                report(self.profile, self.hooks)
         else:
             self.fail(operation, error)
 

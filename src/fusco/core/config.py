@@ -101,6 +101,18 @@ class Capacity:
         for name, value in vars(self).items():
             check_integer(name, value, least=1)
 
+    def union(self, other: Capacity) -> Capacity:
+        """Return the larger of the two, field by field."""
+        return Capacity(**{name: max(value, getattr(other, name)) for name, value in vars(self).items()})
+
+    def holds(self, other: Capacity) -> bool:
+        """Return whether no field of the other is larger."""
+        return self.union(other) == self
+
+    def with_reserve(self) -> Capacity:
+        """Return this with a number of tokens at the next power of two, so that ranks rarely grow again."""
+        return replace(self, max_tokens_per_rank=1 << (self.max_tokens_per_rank - 1).bit_length())
+
     @property
     def max_row_bytes(self) -> int:
         """Maximum bytes of a row: a token, or the gradients of its weights, which are a row of num_topk values."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeAlias
+
+from fusco.core.log import LOGGER
+from fusco.core.timeline import HostTimeline
 
 
 class _Section:
@@ -21,6 +25,20 @@ class _Section:
     def __exit__(self, *_: object) -> None:
         spent = time.perf_counter() - self._start
         setattr(self._profile, self._field, getattr(self._profile, self._field) + spent)
+
+
+class _RecordedSection(_Section):
+    """The same, and a span of it."""
+
+    __slots__ = ("_timeline",)
+
+    def __init__(self, profile: CallProfile, field: str, timeline: HostTimeline) -> None:
+        super().__init__(profile, field)
+        self._timeline = timeline
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._timeline.add("parts of calls", self._field.removesuffix("_s"), self._start, time.perf_counter())
 
 
 @dataclass
@@ -70,6 +88,88 @@ class CallProfile:
     def count_sms(self, num_sms: int) -> None:
         """Count SMs in use at the same time: ``num_sms`` becomes the maximum."""
         self.num_sms = max(self.num_sms, num_sms)
+
+
+ProfileHook: TypeAlias = Callable[[CallProfile], object]
+
+
+def report(profile: CallProfile, hooks: Sequence[ProfileHook]) -> None:
+    """Call hooks; one that raises is logged, and removed if it can be."""
+    for hook in tuple(hooks):
+        try:
+            hook(replace(profile))
+        except Exception:  # noqa: BLE001  it must not end a call that other ranks have completed
+            LOGGER.exception("a profile hook raised in %s, and is called no more", profile.operation)
+            if isinstance(hooks, list):
+                hooks.remove(hook)
+
+
+_PARTS = tuple(each.name.removesuffix("_s") for each in fields(CallProfile) if each.name.endswith("_s"))
+_KINDS = tuple(each.name.removesuffix("_bytes") for each in fields(CallProfile) if each.name.endswith("_bytes"))
+
+
+class CallCounters:
+    """A profile hook that adds up calls, seconds and bytes, by verb, since it was made; for metrics and dashboards.
+
+    All numbers only grow, as counters of a monitoring system do. Other threads may read them at any time.
+
+    >>> counters = CallCounters()
+    >>> counters(CallProfile("dispatch #1", planning_s=0.5, internode_row_bytes=64))
+    >>> counters(CallProfile("dispatch #2", planning_s=0.25, internode_row_bytes=64))
+    >>> totals = counters.by_verb["dispatch"]
+    >>> totals.calls, totals.seconds, totals.bytes["internode_row"]
+    (2, 0.75, 128)
+    """
+
+    def __init__(self) -> None:
+        self._by_verb: dict[str, CallTotals] = {}
+
+    def __call__(self, profile: CallProfile) -> None:
+        """Add a call."""
+        verb = profile.operation.partition(" #")[0]
+        before = self._by_verb.get(verb) or CallTotals()
+        self._by_verb[verb] = CallTotals(
+            calls=before.calls + 1,
+            seconds_by_part={
+                name: value + getattr(profile, f"{name}_s") for name, value in before.seconds_by_part.items()
+            },
+            bytes={name: value + getattr(profile, f"{name}_bytes") for name, value in before.bytes.items()},
+        )
+
+    @property
+    def by_verb(self) -> dict[str, CallTotals]:
+        """The totals of each verb that was called, such as ``"dispatch"`` and ``"combine"``."""
+        return dict(self._by_verb)
+
+
+@dataclass(frozen=True)
+class CallTotals:
+    """Sums over the calls of a verb.
+
+    Attributes:
+        calls: number of collectives.
+        seconds_by_part: of ``planning``, ``staging``, ``wire`` and ``rearranging``; see ``CallProfile``.
+        bytes: by kind, such as ``internode_row`` and ``intranode_row``; see ``CallProfile``.
+    """
+
+    calls: int = 0
+    seconds_by_part: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_KINDS, 0))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all parts together."""
+        return sum(self.seconds_by_part.values())
+
+
+class RecordedProfile(CallProfile):
+    """A profile whose parts are spans of a timeline, too."""
+
+    timeline: HostTimeline
+
+    def spend(self, kind: str) -> _Section:
+        """Return a context manager as ``CallProfile`` does."""
+        return _RecordedSection(self, f"{kind}_s", self.timeline)
 
 
 @dataclass

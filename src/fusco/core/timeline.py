@@ -1,8 +1,9 @@
-"""Timeline of device work: named spans on tracks, written as a trace for Perfetto and chrome://tracing."""
+"""Timeline of work on a device or the host: named spans on tracks, written as a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Span:
-    """Work on a device: microseconds from the origin to its beginning, and its duration."""
+    """Work on a device or the host: microseconds from the origin to its beginning, and its duration."""
 
     track: str
     name: str
@@ -89,6 +90,35 @@ class Timeline:
             end.synchronize()
             spans.append(Span(track, name, origin.elapsed_time(start) * 1e3, start.elapsed_time(end) * 1e3))
         return sorted(spans, key=lambda span: span.begin_us)
+
+
+@dataclass
+class Moment:
+    """A time of the host's clock, with the interface of an event."""
+
+    at_s: float = 0.0
+
+    def record(self, _stream: Any = None) -> None:
+        """Set the present time."""
+        self.at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Do nothing: it has come."""
+
+    def elapsed_time(self, end: Moment) -> float:
+        """Return the milliseconds to a later one."""
+        return (end.at_s - self.at_s) * 1e3
+
+
+class HostTimeline(Timeline):
+    """Records spans of what a rank's host does."""
+
+    def __init__(self) -> None:
+        super().__init__(Moment)
+
+    def add(self, track: str, name: str, begin_s: float, end_s: float) -> None:
+        """Add a span between two values of ``time.perf_counter``."""
+        self._marks.append((track, name, Moment(begin_s), Moment(end_s)))
 
 
 class NoTimeline:

@@ -23,7 +23,7 @@ from fusco.core.lanes import IntArray, Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import as_bytes, expert_rows_shape, plain, row_bytes
 from fusco.core.segments import Segments
-from fusco.core.timeline import NoTimeline, Timeline
+from fusco.core.timeline import HostTimeline, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.core.wire import Wire
 from fusco.cpu.all_to_all import ByteMemory, Exchanges
@@ -87,6 +87,7 @@ class CpuEngine:
         self._topology, self._settings, self._watchdog = config.topology, config.settings, connections.watchdog
         self._links = replace(CPU_LINKS, lane_links=lane_links(config.rank_links))
         self._recycler = OutputRecycler()
+        self._timeline: HostTimeline | None = None  # while one is recorded
         with ExitStack() as resources:
             self._memory = CpuMemory(connections.memory, self._layout)
             resources.callback(self._memory.close)
@@ -339,7 +340,7 @@ class CpuEngine:
     wait = synchronize = stop_watching = finish = abort = _is_over
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """``profile`` has the times."""
+        self._timeline = timeline if isinstance(timeline, HostTimeline) else None
 
     def has_finished(self) -> bool:
         return True
@@ -350,7 +351,7 @@ class CpuEngine:
 
     def _run(self, tasks: Sequence[Task], awaited: Callable[[], Counters] | None = None) -> None:
         """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
-        run_tasks(tasks, self._watchdog, awaited)
+        run_tasks(tasks, self._watchdog, awaited, self._timeline)
         transport = self._transport
         if transport.unflushed_peers:
             self._watchdog.wait_until(

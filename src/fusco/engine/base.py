@@ -376,7 +376,7 @@ class Engine(Protocol[PlanT]):
         """
 
     def record(self, timeline: Timeline | NoTimeline) -> None:
-        """Record later launches in a timeline; only on devices with events."""
+        """Record later calls in a timeline."""
 
     def abort(self) -> None:
         """End all device-side waits soon: this rank will not continue."""

@@ -106,6 +106,18 @@ def test_outside_a_capture_nothing_is_refused(capture, num_nodes):
     assert refused(num_nodes) == {}
 
 
+def test_a_communicator_does_not_grow_in_a_capture():
+    scene = Scene(Topology.of_equal_nodes(4, 4))
+    scene.comm._grows = True
+    x, ids = torch.zeros(9, 4), torch.zeros(9, 2, dtype=torch.int64)
+    why = "9 tokens, but the communicator was made for max_tokens_per_rank=8; in a CUDA graph sizes are fixed"
+    with pytest.raises(ValueError, match=why):
+        scene.comm.dispatch(x, ids, static=StaticRows(8))
+    assert why in scene.told()
+    scene.comm.dispatch(X, IDS, static=StaticRows(8))
+    assert scene.engine.prepare_dispatch.call_count == 1
+
+
 def test_what_is_no_collective_is_refused_before_it_begins():
     scene = Scene(Topology.of_equal_nodes(4, 4))
     comm = scene.comm

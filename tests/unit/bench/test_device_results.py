@@ -109,7 +109,7 @@ def text_of(records):
 def test_the_table_between_nodes(ranks):
     records = summarize(run_of(2, ("fusco", "baseline")), ranks, "set: NCCL_HOSTID=a | b")
     shown = text_of(records)
-    assert "2 nodes x 1 ranks" in shown
+    assert "2 nodes x 1 rank, " in shown
     assert "fusco: output sized exactly" in shown
     assert "5.00 with one rank, 6.25 with all of other nodes" in shown
     assert "emulated on one machine" in shown

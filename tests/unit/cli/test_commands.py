@@ -128,7 +128,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch
         (["--device", "cuda", "--nodes", "2", "--variants", "fusco-fp8"], "'fusco-fp8' is not one of those on cuda"),
         (["--variants", "fusco,none:x"], "variant 'none:x' cannot be imported: No module named 'none'; is its folder"),
         (["--variants", "math:pi"], "variant 'math:pi' is a float, not a function or a class"),
-        (["--variants", "fusco,best"], "variant 'best' is not one of those on cpu with 2 nodes: fusco, baseline"),
+        (["--variants", "fusco,best"], "variant 'best' is not one of fusco, fusco-static, fusco-graph"),
         (["--traffic", "uniform,rush-hour"], "traffic 'rush-hour' is not one of trace, uniform, single-node"),
         (["--traffic", ","], "--traffic needs at least one name"),
         (["--traffic", "uniform", "--trace", __file__], "--trace goes with --traffic trace, not with uniform"),
@@ -137,7 +137,10 @@ def test_bad_input_is_a_sentence_and_exit_code_2(arguments, message, monkeypatch
         (["--batches", "2"], "--batches 2 goes with --traffic one-prompt or ragged, on the CPU"),
         (["--num-sms", "4"], "--num-sms needs --device cuda"),
         (["--variants", ","], "--variants needs at least one name"),
-        (["--timeline", "out.json"], "it needs --device cuda"),
+        (
+            ["--timeline", "out.json", "--variants", "baseline"],
+            "shows fusco or fusco-static, but the variants are baseline",
+        ),
         (
             ["--device", "cuda", "--timeline", "out.json", "--variants", "baseline"],
             "shows fusco or fusco-static, but the variants are baseline",
@@ -321,3 +324,32 @@ run()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["shuffle", "--tokens", "-1"],
+        ["shuffle", "--traffic", "rush-hour"],
+        ["shuffle", "--variants", "best"],
+        ["shuffle", "--num-topk", "200"],
+        ["shuffle", "--traffic", "uniform", "--layer", "3"],
+        ["shuffle", "--num-sms", "4"],
+        ["alltoall", "--matrix", "rush-hour"],
+        ["decode", "--tokens", "0"],
+    ],
+)
+def test_wrong_values_are_refused_before_torch_is_imported(arguments):
+    """In a process of its own, as this one has torch."""
+    code = f"""
+import sys
+from fusco.cli.main import run
+sys.argv = ["fusco", "bench", *{arguments}]
+try:
+    run()
+finally:
+    assert "torch" not in sys.modules, "torch was imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")

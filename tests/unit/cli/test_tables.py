@@ -331,7 +331,7 @@ def test_two_nodes_that_share_a_gpu_say_so():
     shared = {"hardware": {**GPUS, "num_gpus": 1}, "peaks": {"paired_gbs": 1.0, "spread_gbs": 1.0}}
     records = of_variants(InternodeRecord, "fusco", nodes=2, ranks_per_node=1, num_sms={}, **shared)
     text = shown(lambda console: print_shuffle(console, records), 200)
-    assert "2 nodes x 1 ranks" in text
+    assert "2 nodes x 1 rank, " in text
     assert "2 ranks that share 1 x NVIDIA H200" in text
     assert "2 x NVIDIA H200" not in text.replace("that share 1 x", "")
 

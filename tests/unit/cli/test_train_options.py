@@ -1,18 +1,20 @@
 """``fusco train`` without ranks: presets that go together, names of the library, what is said of steps."""
 
 import io
+import time
 from typing import get_args, get_type_hints
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fusco.cli import train as cli_train
+from fusco.cli import running, train as cli_train
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, StepProgress
 from fusco.cli.train import train
 from fusco.cli.train_presets import PresetName, SizeOptions
+from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks import torchrun
 from fusco.ranks.torchrun import Launched
 from fusco.train import text
@@ -78,6 +80,25 @@ def test_the_latest_step_is_shown_whole_below_the_bar():
     bar, *lines = console.file.getvalue().splitlines()
     assert "12/200" in bar
     assert " ".join(" ".join(lines).split()) == step
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_log_has_a_line_on_progress_every_few_seconds(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(running, "_LINE_S", 0.05)
+    progress = StepProgress(Console(file=io.StringIO(), force_terminal=is_terminal))
+    progress.add_task("compiling kernels (once)", total=20, completed=12)
+    with progress.lines_in_logs():
+        time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert bool(lines) is not is_terminal
+    assert set(lines) <= {"fusco: compiling kernels (once), 12 of 20, after 0 s"}
+
+
+def test_compiling_kernels_counts_its_steps():
+    steps = []
+    warm_up_cpu(lambda *step: steps.append(step))
+    assert steps == [(number, len(steps)) for number in range(1, len(steps) + 1)]
+    assert len(steps) > 10
 
 
 def test_the_large_preset_is_what_it_is_said_to_be():

@@ -260,7 +260,7 @@ class _NullNccl:
 class NullDeviceValidator(Validator):
     """Validator for CUDA that takes the tensors of the CPU that play those of a device."""
 
-    _is_capturing = False
+    is_capturing = False
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
         pass

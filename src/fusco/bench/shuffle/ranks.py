@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -45,12 +46,14 @@ class Iteration:
 class RankResult:
     """Measurements of one rank with one workload.
 
-    ``errors`` lists, for each variant, what differs from the specification; empty if nothing does.
+    ``errors`` lists, for each variant, what differs from the specification; empty if nothing does. ``spans`` are of
+    one dispatch and combine of fusco, if recorded.
     """
 
     links: LinkPeaks
     errors: dict[str, list[str]]
     iterations: dict[str, list[Iteration]]
+    spans: list[Span] = field(default_factory=list)
 
 
 def run_rank(
@@ -80,7 +83,10 @@ def _run_on_cpu(group: dist.ProcessGroup, run: ShuffleRun, progress_port: int | 
                 num_warm_ups=_num_warm_ups(workload),
                 num_iterations=run.num_iterations,
             )
-            results.append(RankResult(links, errors, iterations))
+            spans: list[Span] = []
+            if run.has_timeline and (recorded := recorded_variant(run.variants)):
+                spans = _record(factory.communicator(), variants[recorded], lambda: dist.barrier(group))
+            results.append(RankResult(links, errors, iterations, spans))
     return results
 
 
@@ -173,7 +179,7 @@ class _Measurement:
                 self._compare(name, shuffle, result)
             progress.advance()
         if run.has_timeline and (recorded := recorded_variant(run.variants)):
-            result.spans = _record(self._factory.communicator(), shuffles[recorded], self._timer)
+            result.spans = _record(self._factory.communicator(), shuffles[recorded], self._timer.align)
         if not run.has_nodes:
             result.remote_row_bytes = _remote_row_bytes(self._world, self._workload, self._rank)
         if not run.has_nodes and "fusco" in shuffles:
@@ -252,13 +258,13 @@ def _profile_kernels(shuffle: Shuffle, timer: RankTimer) -> dict[str, float]:
     return {name: round(median(of_kernel), 1) for name, of_kernel in durations.items()}
 
 
-def _record(comm: Communicator, shuffle: Shuffle, timer: RankTimer) -> list[Span]:
-    """Record one dispatch and combine that all ranks' devices begin together."""
+def _record(comm: Communicator, shuffle: Shuffle, align: Callable[[], object]) -> list[Span]:
+    """Record one dispatch and combine that all ranks begin together, as ``align`` makes them."""
     with comm.record_timeline() as timeline:
-        timer.align()
+        align()
         timeline.begin()
         shuffle.both()
-        torch.cuda.synchronize()
+        comm.synchronize()
     return timeline.spans()
 
 

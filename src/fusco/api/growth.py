@@ -1,0 +1,132 @@
+"""Room of a communicator that grows: when a dispatch does not fit on one rank, all ranks make a larger size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
+from fusco.api.handle import Dispatched, Handle
+from fusco.api.membership import Membership, release
+from fusco.api.repeats import Repeats
+from fusco.api.validation import Validator
+from fusco.control.fingerprint import GROWTH, CollectiveFingerprint
+from fusco.core.config import Capacity
+from fusco.core.errors import ClosedError, GrowthError
+
+if TYPE_CHECKING:
+    from fusco.api.communicator import Communicator
+
+_Result = TypeVar("_Result")
+
+
+class Growing(Membership):
+    """The part of a ``Communicator`` that gives its dispatches room.
+
+    Handles of earlier sizes stay valid, so these stay, too: numbers of tokens double, and all of them together
+    take at most twice the last one's memory. A call along such a handle is agreed on in the latest size first, so
+    ranks that are out of step never wait for each other in two of them.
+    """
+
+    _repeats: Repeats
+    _dispatch_anew: Callable[..., Dispatched]
+
+    def fitting(self, need: Capacity, dispatch: Callable[[], _Result]) -> _Result:
+        """Return ``dispatch()`` once there is room for what it needs on each rank: a collective, for adapters.
+
+        ``dispatch`` calls ``dispatch`` of this communicator and no other collective; it is called again if another
+        rank needs more room. Raises what it raises, and ``ValueError`` if this communicator cannot grow.
+        """
+        batch = self._owners.batch
+        while True:
+            with suppress(GrowthError):
+                if self.capacity.holds(need) or self._validator.is_capturing:  # which refuses what does not fit
+                    return dispatch()
+                self.agree(GROWTH)
+            self._make_room(need)
+            self._owners.batch = batch  # is of the next dispatch, which is this one
+
+    @property
+    def capacity(self) -> Capacity:
+        """The sizes that there is memory for on each rank."""
+        return self._validator.capacity
+
+    def capacity_of(self, handle: Handle) -> Capacity:
+        """Return the sizes that there is memory for in calls along a handle."""
+        return self._validator_of(handle).capacity
+
+    def _send(
+        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
+    ) -> Dispatched:
+        """``dispatch`` without gradients; ``options`` of ``validate_dispatch``."""
+        if self._owners.are_chosen:
+            topk_idx = self._owners.choose(topk_idx)
+        arguments = (payloads, topk_idx, topk_weights, *options)
+        return self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
+
+    def _send_with_room(self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, *others: Any) -> Dispatched:
+        """``_send`` of any number of tokens."""
+        is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.ndim > 0
+        need = replace(self.capacity, max_tokens_per_rank=max(len(topk_idx), 1) if is_tensor else 1)
+        return self.fitting(need, partial(self._send, payloads, topk_idx, *others))
+
+    def _make_room(self, need: Capacity) -> None:
+        """Make a size that is large enough for all ranks; a collective."""
+        with self.rejecting():
+            config, group = self._require_growth()
+        needs = self._agree(CollectiveFingerprint("room for a larger dispatch"), list(vars(need).values()))
+        of_ranks = [Capacity(**dict(zip(vars(need), each, strict=True))) for each in needs]
+        room = reduce(Capacity.union, of_ranks, self.capacity).with_reserve()
+        if self.placement is not self._validator.caller_placement:  # after ``place``
+            config = replace(config, expert_placement=self.placement)
+        parts = create(group, replace(config, room=room), self._session.access)
+        if self._is_closed:  # by a signal handler, meanwhile
+            release(parts.session, parts.engine)
+            raise ClosedError("dispatch was interrupted: the communicator is closed")
+        if self._limits:
+            limits, limit_s = self._limits
+            limits.enter_context(parts.session.limited(limit_s))
+        self._engine.wait()  # calls run in the order of their launches, of all sizes
+        self._finalizer.detach()
+        of_parts: Callable[[CommunicatorParts], Membership] = type(self).of_parts  # type: ignore[attr-defined]
+        sizes = (*self._earlier, of_parts(CommunicatorParts(self._session, self._engine, self._validator)))
+        sizes[-1]._session.hooks = self._hooks  # noqa: SLF001  of this class
+        self._join(parts)
+        self._earlier = sizes
+
+    def _require_growth(self) -> tuple[CommunicatorConfig, dist.ProcessGroup]:
+        """Return what the next size is made of; ``ValueError`` if there cannot be one."""
+        self._validator.require_not_capturing("a dispatch that makes room")
+        group = self._group() if self._group else None
+        if self._validator.members:
+            raise ValueError("there is no room for this dispatch, and sizes are fixed once members have changed")
+        if self._config is None or group is None:
+            raise ValueError("there is no room for this dispatch, and no process group to make more with")
+        return self._config, group
+
+    def _earlier_of(self, handle: Handle | None) -> Communicator | None:
+        """Return the earlier size that a handle is of, or ``None``."""
+        if self._earlier and isinstance(handle, Handle):
+            for each in self._earlier:
+                if handle.plan.placement is each._validator.placement:  # noqa: SLF001  of this class
+                    return each  # type: ignore[return-value]
+        return None
+
+    def _validator_of(self, handle: Handle | None) -> Validator:
+        return (self._earlier_of(handle) or self)._validator  # noqa: SLF001  of this class
+
+    def _in_turn(self, earlier: Communicator, verb: str, name: str, *arguments: Any) -> list[torch.Tensor]:
+        """Call a method of an earlier size, after agreeing on it, and in order among the calls of the others."""
+        number = self._earlier.index(earlier)
+        self.agree(f"{verb} along a handle of {earlier.capacity.max_tokens_per_rank} tokens, size {number}")
+        self._along = earlier._session, self._session.sequence_number  # noqa: SLF001  of this class
+        self._engine.wait()
+        result: list[torch.Tensor] = getattr(earlier, name)(*arguments)
+        earlier._engine.wait()  # noqa: SLF001
+        return result
