@@ -170,7 +170,9 @@ class Elastic(Growing):
             self._settle_calls("resize")
             placement = validator.caller_placement if {"num_experts", "expert_placement"} & changes.keys() else None
             members = dict(self._session.connections.members)
-            self._go_on(changed, Change(members=members, limit_s=limit_s, is_planned=True), placement)
+            self._go_on(
+                changed, Change(operation="resize", members=members, limit_s=limit_s, is_planned=True), placement
+            )
 
     @classmethod
     def join(
