@@ -22,10 +22,11 @@ demo: setup
 	mkdir -p out
 	$(BIN)/fusco bench shuffle --nodes 2 --ranks-per-node 2 --traffic trace --json out/demo.jsonl
 
-# Unit tests in two processes; tests of several ranks one by one, since many of them compare times with timeouts.
+# In two processes, but for tests that compare times with limits.
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
-	$(BIN)/pytest tests/multirank
+	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m "not alone"
+	$(BIN)/pytest tests/multirank -m alone
 	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fusco.cli.main import app
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.alone, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
 FIELDS = [

@@ -26,7 +26,7 @@ from rank_setup import Setup
 import fusco
 from fusco.ranks.local_world import LocalWorld
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only, pytest.mark.timeout(240)]
 
 TIMEOUT_S = 4.0
 NEXT_STEP_S, SLACK_S = 1.0, 1.5  # after a kill, and what a loaded machine adds

@@ -31,7 +31,7 @@ from fault_jobs import (
 from fusco.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only, pytest.mark.timeout(60)]
 
 SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
 CLOSING_S = 3.0

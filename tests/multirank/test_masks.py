@@ -6,7 +6,7 @@ import mask_jobs
 import pytest
 from test_elastic import results, world_of
 
-pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("how", ["at the first dispatch", "in a combine"])
