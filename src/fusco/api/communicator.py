@@ -14,10 +14,9 @@ from fusco.api.autograd import CombineRows, DispatchRows, Precomputed, Verbs, ro
 from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.given_rows import as_list, as_matrix, as_slots
-from fusco.api.handle import Dispatched, Handle, version_of, without_weights
+from fusco.api.handle import Dispatched, Handle, without_weights
 from fusco.api.moves import ExpertMoves
 from fusco.api.quantized import QuantizedRows, quantized
-from fusco.api.repeats import Repeats
 from fusco.api.uncompiled import limited
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
@@ -40,14 +39,13 @@ class Communicator(ExpertMoves):
     and ``PeerFailureError`` if a rank fails or does not arrive within ``settings.timeout_s``; then the communicator
     goes on with ``shrink``, or is closed. Every verb takes ``timeout_s``, a limit of this call on this rank in place of
     that one, as ``limit`` gives several calls one; calls of a backward pass keep that of the settings.
-
-    Use it in a ``with`` block, or call ``close``. A communicator that is dropped unclosed releases its resources, too,
-    with a ``ResourceWarning``; the other ranks learn that this one has left.
+    Use it in a ``with`` block, or call ``close``. If it is dropped unclosed, resources are released with a
+    ``ResourceWarning``, and the other ranks learn that this one has left.
 
     A communicator belongs to one thread: the first that calls a verb, even if another one made it. Another thread gets
     a ``ThreadError`` at once, unless the first has ended or has called ``hand_over``. A backward pass may call verbs in
-    autograd's threads. ``close``, ``abort`` and the end of a ``with`` block may come from any thread while no call is
-    under way. In a forked process, verbs raise ``ClosedError``, and the end of the process does nothing.
+    autograd's threads. ``close`` and ``abort`` may come from any thread while no call is under way. In a forked
+    process, verbs raise ``ClosedError``, and the end of the process does nothing.
 
     ``torch.compile`` calls verbs and does not trace them: a graph ends before a call, the next begins after it, and
     ``fullgraph=True`` is refused. ``fusco.fsdp.FuscoDispatcher`` has operators that can be part of a graph.
@@ -123,10 +121,6 @@ class Communicator(ExpertMoves):
         communicator = cls.__new__(cls)
         communicator._join(parts)  # noqa: SLF001  of this class
         return communicator
-
-    def _join(self, parts: CommunicatorParts) -> None:
-        super()._join(parts)
-        self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
     @limited
     def dispatch(  # noqa: PLR0913  all by name
@@ -355,16 +349,6 @@ class Communicator(ExpertMoves):
     def __enter__(self) -> Communicator:
         return self
 
-    def _dispatch_anew(
-        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
-    ) -> Dispatched:
-        """``dispatch`` without gradients, of an input that need not be known; ``options`` of ``validate_dispatch``."""
-        validate = partial(self._validator.validate_dispatch, payloads, topk_idx, topk_weights, *options)
-        output = run_collective(self._session, self._engine, "dispatch", validate, self._engine.prepare_dispatch)
-        plan, rows = output.plan, tuple(output.rows)
-        handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
-        return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
-
     def _quantized(
         self,
         verb: str,
@@ -374,7 +358,7 @@ class Communicator(ExpertMoves):
         handle: Handle | None = None,
     ) -> QuantizedRows | None:
         """Return the rows of a dispatch as they are sent, if they are quantised."""
-        if quantize is None or self._session.broken:  # if it is, nothing may be launched
+        if quantize is None or self._session.broken:  # then nothing may be launched
             return None
         with self.rejecting(), self._session.access.using(verb):
             return quantized(self._engine.quantizer(), self._validator_of(handle), payloads, quantize, launch, handle)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
-from fusco.api.handle import Dispatched, Handle
+from fusco.api.handle import Dispatched, Handle, version_of
 from fusco.api.membership import Membership, release
 from fusco.api.repeats import Repeats
 from fusco.api.validation import Validator
@@ -34,8 +35,9 @@ class Growing(Membership):
     ranks that are out of step never wait for each other in two of them.
     """
 
-    _repeats: Repeats
-    _dispatch_anew: Callable[..., Dispatched]
+    def _join(self, parts: CommunicatorParts) -> None:
+        super()._join(parts)
+        self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
     def fitting(self, need: Capacity, dispatch: Callable[[], _Result]) -> _Result:
         """Return ``dispatch()`` once there is room for what it needs on each rank: a collective, for adapters.
@@ -68,7 +70,13 @@ class Growing(Membership):
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
         arguments = (payloads, topk_idx, topk_weights, *options)
-        return self._repeats.dispatch(*arguments) or self._dispatch_anew(*arguments)
+        if sent := self._repeats.dispatch(*arguments):
+            return sent
+        validate = partial(self._validator.validate_dispatch, *arguments)
+        output = run_collective(self._session, self._engine, "dispatch", validate, self._engine.prepare_dispatch)
+        plan, rows = output.plan, tuple(output.rows)
+        handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
+        return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
 
     def _send_with_room(self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, *others: Any) -> Dispatched:
         """``_send`` of any number of tokens."""

@@ -58,10 +58,13 @@ def test_ranks_that_repeat_another_call_notice(repeats):
 def test_after_an_interruption_no_call_takes_the_published_record_of_another(verb, monkeypatch):
     """As Ctrl-C may come between a repeated call that other ranks cannot follow and the full one."""
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     def program(comm, _other, _library):
+        repeat = comm._repeats.dispatch
+
+        def interrupt(*arguments):
+            assert repeat(*arguments) is None
+            raise KeyboardInterrupt
+
         sent = [pair(comm, step)[0] for step in range(4)][-1]
         if comm.rank == 1:
             with pytest.raises(MismatchError, match="dispatch on rank 0, combine on rank 1"):
@@ -70,7 +73,7 @@ def test_after_an_interruption_no_call_takes_the_published_record_of_another(ver
                 pair(comm, 5)
             return
         with monkeypatch.context() as patch:
-            patch.setattr(comm, "_dispatch_anew", interrupt)
+            patch.setattr(comm._repeats, "dispatch", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pair(comm, 4)
         if verb == "close":
