@@ -65,7 +65,7 @@ def test_the_search_finds_dispatch(page, site):
     page.goto(site)
     page.locator("label[for=__search]").first.click()
     page.locator("input.md-search__input").fill("dispatch")
-    page.wait_for_selector(".md-search-result__item a", timeout=10_000)
+    page.wait_for_selector(".md-search-result__item a", timeout=30_000)
     assert page.locator(".md-search-result__item").count() > 3
     assert "api/fusco" in "".join(
         each.get_attribute("href") for each in page.locator(".md-search-result__item a").all()
