@@ -170,9 +170,8 @@ class Elastic(Growing):
             self._settle_calls("resize")
             placement = validator.caller_placement if {"num_experts", "expert_placement"} & changes.keys() else None
             members = dict(self._session.connections.members)
-            self._go_on(
-                changed, Change(operation="resize", members=members, limit_s=limit_s, is_planned=True), placement
-            )
+            change = Change(operation="resize", members=members, limit_s=limit_s, is_planned=True)
+            self._go_on(changed, change, placement)
 
     @classmethod
     def join(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, Kept, create_next
-from fusco.control.agreement import Agreement, Member
+from fusco.control.agreement import JOINING, Agreement, Member
 from fusco.control.member_board import View
 from fusco.control.member_gather import MemberGather
 from fusco.control.node_memory import warm_up_node_memory
@@ -50,8 +50,8 @@ def make_next(
 ) -> tuple[CommunicatorParts, View]:
     """Return the parts of the next generation, and its members.
 
-    Raises ``ExcludedError`` if this rank is left out, ``PeerFailureError`` if too few are left, or if one fails and the
-    operation is not to shrink, and what all members raise while they connect.
+    Raises ``ExcludedError`` if this rank is left out, ``PeerFailureError`` if too few are left, or if one fails while
+    others join, and what all members raise while they connect.
     """
     left, is_planned = set(change.members) - change.absent, change.is_planned
     with Agreement(server, rank, change.members, change.limit_s, change.operation) as agreement:
@@ -65,7 +65,7 @@ def make_next(
             except ExcludedError:
                 raise
             except PeerFailureError as error:
-                if change.operation != "shrink":
+                if change.operation in JOINING:
                     raise
                 left, is_planned = set(view.members) - agreement.silent(set(error.peers) - {rank}), False
             except FuscoError:

@@ -26,6 +26,7 @@ from fusco.control.rank_requests import is_local_failure
 from fusco.control.status_server import Address, StatusServer
 from fusco.core.errors import PeerFailureError, Stall
 
+JOINING = ("grow", "join")  # operations in which processes join
 _REMINDER_S = 0.2
 _TURN_S = 0.002  # between looks at what others have proposed
 _PING_S = 1.0  # limit of the answer of a rank of another machine that a failure has named
@@ -44,8 +45,8 @@ class Member:
 class Agreement:
     """The part of one rank in the agreement; the end of a ``with`` gives up its requests.
 
-    Errors name ``operation``. Only in ``"shrink"`` do ranks go on without those that fail meanwhile. In others they
-    raise, so that all of them shrink: some may be through, and their next call fails.
+    Errors name ``operation``. In those of ``JOINING`` ranks raise if any fails meanwhile, so that all of them shrink:
+    some may be through, and their next call fails. In others they go on without it.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Agreement:
     def agree(self, ranks: Iterable[int], *, is_planned: bool = False) -> View:
         """Propose ``ranks`` and return what all of its members have agreed on.
 
-        Raises ``ExcludedError``, or ``PeerFailureError`` if one fails and this is not to shrink.
+        Raises ``ExcludedError``, or ``PeerFailureError`` if one fails and ``operation`` is one of ``JOINING``.
         """
         number = self._board.next_number(list(self._members))
         view = View(number, tuple(sorted({*ranks, self._rank})), is_planned)
@@ -116,7 +117,7 @@ class Agreement:
                     self._requests.turn(_TURN_S)
                 else:
                     time.sleep(_TURN_S)
-            if self.operation != "shrink" and not revised.is_planned:
+            if self.operation in JOINING and not revised.is_planned:
                 raise self._failure(view, revised)
             view = revised
 
