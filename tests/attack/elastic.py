@@ -136,7 +136,10 @@ class _World:
     def strike(self, rank: int, kind: signal.Signals) -> None:
         """Kill or stop the process of a rank."""
         process, pipe = self.processes.pop(rank)
-        os.kill(process.pid, kind)
+        try:
+            os.kill(process.pid, kind)
+        except ProcessLookupError:
+            raise AssertionError(f"{self.what}: rank {rank} has ended: {self._received(pipe, rank)!r}") from None
         self.num_struck += 1
         if kind == signal.SIGSTOP:
             self.stopped.append((process, pipe))

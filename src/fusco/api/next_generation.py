@@ -55,7 +55,8 @@ def make_next(
     """
     left, is_planned = set(change.members) - change.absent, change.is_planned
     with Agreement(server, rank, change.members, change.limit_s, change.operation) as agreement:
-        left -= agreement.silent(change.suspects)
+        if change.operation not in JOINING:  # there all raise, and name who has died
+            left -= agreement.silent(change.suspects)
         while True:
             view = agreement.agree(left, is_planned=is_planned)
             _require_enough(rank, view, change)

@@ -76,7 +76,7 @@ class Agreement:
         self._requests.close()
 
     def silent(self, ranks: Iterable[int]) -> set[int]:
-        """Return which of these ranks, which a failure has named, are dead or stopped.
+        """Return which of these ranks, which a failure has named, are dead or stopped, and all others that are dead.
 
         On other machines those that do not answer within a short time; here the system says it, so none that is only
         slow is meant.
@@ -93,7 +93,7 @@ class Agreement:
             while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
                 pass
         stopped = {rank for rank, pid in near.items() if _is_stopped(pid)}
-        return silent | stopped | {rank for rank in others if self.is_dead(rank)}
+        return silent | stopped | {rank for rank in self._members if self.is_dead(rank)}
 
     def is_dead(self, rank: int) -> bool:
         """Return whether a rank's process has ended, or has closed its communicator."""

@@ -1,9 +1,12 @@
 """Ranks, played by threads with a status server each, agree on the members that are left, whatever fails meanwhile."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +66,15 @@ def test_all_propose_the_same(ranks):
     found = ranks.agree({rank: {0, 1, 2, 3} for rank in range(4)})
     assert {view.members for view in found.values()} == {(0, 1, 2, 3)}
     assert len({view.number for view in found.values()}) == 1
+
+
+def test_the_first_view_leaves_out_the_dead_so_that_others_name_them(ranks):
+    """Also if the failure that this rank has raised has named nobody to the status server, as one of rails."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    ranks.members[3] = replace(ranks.members[3], pid=ended.pid)
+    with ranks.agreement(0) as agreement:
+        assert agreement.silent(()) == {3}
 
 
 def test_ranks_go_on_with_what_all_of_them_hear_of(ranks):
