@@ -92,7 +92,7 @@ def _served(service: Service, rank: int, pipe: Connection, *, is_new: bool) -> E
         comm = service.setup.open(dist.group.WORLD)
     excluded = ""
     try:
-        _serve_until_told(comm, service, store, pipe)
+        _serve_until_told(comm, service, store, pipe, is_new=is_new)
     except fusco.ExcludedError as error:
         excluded = str(error)
     with contextlib.suppress(fusco.PeerFailureError):  # of a rank that has been killed meanwhile
@@ -109,8 +109,13 @@ def _joined(service: Service, rank: int, store: dist.Store) -> fusco.Communicato
             time.sleep(0.01)
 
 
-def _serve_until_told(comm: fusco.Communicator, service: Service, store: dist.Store, pipe: Connection) -> None:
-    """Do rounds with the ranks that are left and those that join, until this process and all others are told to end."""
+def _serve_until_told(
+    comm: fusco.Communicator, service: Service, store: dist.Store, pipe: Connection, *, is_new: bool
+) -> None:
+    """Do rounds with the ranks that are left and those that join, until this process and all others are told to end.
+
+    One that ``is_new`` begins behind the others' call of ``grow``.
+    """
     members, turn, shrinks = Members(comm, service.num_ranks), 0, False
     said: dict[int, int] = {}
     failures, gone = list[fusco.PeerFailureError](), set[int]()
@@ -119,8 +124,9 @@ def _serve_until_told(comm: fusco.Communicator, service: Service, store: dist.St
             if shrinks:
                 gone |= {*comm.shrink()}
                 shrinks, turn = False, 0
-            if len(comm.ranks) < service.num_ranks and comm.grow(store):
+            if not is_new and len(comm.ranks) < service.num_ranks and comm.grow(store):
                 turn = 0
+            is_new = False
             work(members, service.setup, *service.name, str(comm.ranks), turn)
             turn += 1
             pids = {rank: each.pid for rank, each in comm._session.connections.members.items()}
