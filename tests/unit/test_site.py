@@ -78,7 +78,8 @@ def test_data_says_where_it_is_from(path):
     head, *records = map(json.loads, path.read_text().splitlines())
     assert set(head) == {"source", "date", "commit", "hardware"}
     assert records
-    assert all(set(record) == set(records[0]) for record in records)
+    assert len(set(map(frozenset, records))) <= 2  # such as what was measured and what was refused
+    assert next(iter(records[0])) in set.intersection(*map(set, records))
 
 
 def test_every_picture_is_drawn_from_data_and_kept(tmp_path):
