@@ -12,7 +12,10 @@ pytest.importorskip("transformers", reason="tests of fusco.fsdp need transformer
 
 import fsdp_balance_jobs as jobs
 from fsdp_architectures import find_kinds
+from fsdp_models import make_model
 from fsdp_runs import Run
+
+from fusco.fsdp.experts import find_experts
 
 PAGE = Path(__file__).parents[2] / "docs" / "training" / "runs.md"
 
@@ -65,3 +68,24 @@ def test_what_cannot_be_balanced_is_named(two):
         assert "model.layers.1.mlp.gate.e_score_correction_bias is torch.bfloat16, in which steps" in narrow
         assert rate == "rate must be positive, got 0"
         assert "Qwen3MoeForCausalLM has no experts that fusco moves tokens to: parallelize it first" in plain
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
+def test_copies_are_computed_without_joining_weights(kind, monkeypatch):
+    """Joining would copy the weights of all experts in every layer."""
+    model = make_model(kind)
+    experts = find_experts(model)[0]
+    weights = experts.weights()
+    copies = {name: torch.randn(2, *weight.shape[1:]) for name, weight in weights.items()}
+    num_rows = torch.tensor([3] * len(weights["down_proj"]) + [2, 0])
+    rows = torch.randn(int(num_rows.sum()), model.config.hidden_size)
+    joined = {name: torch.cat([weight, copies[name]]) for name, weight in weights.items()}
+    expected, cat, dims = experts._run(joined, rows, num_rows), torch.cat, set()
+
+    def noted(tensors, *arguments, **options):
+        dims.update(each.dim() for each in tensors)
+        return cat(tensors, *arguments, **options)
+
+    monkeypatch.setattr(torch, "cat", noted)
+    assert torch.equal(experts.run(rows, num_rows, copies), expected)
+    assert dims == {2}

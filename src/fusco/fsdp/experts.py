@@ -54,12 +54,22 @@ class Experts:
         only the first blocks, those of this rank's experts, have rows.
         """
         weights = self.weights()
-        if copies:
-            weights = {name: torch.cat([weight, copies[name]]) for name, weight in weights.items()}
+        num_local = len(weights[_DOWN_NAME])
+        at_home = num_rows_per_expert[:num_local]
+        if not copies:
+            return self._run(weights, rows, at_home)
+        # Two products, as joining the weights would copy all of them. The host, which has planned, waits for a number.
+        num_rows = int(at_home.sum())
+        copied = self._run(copies, rows[num_rows:], num_rows_per_expert[num_local:])
+        return torch.cat([self._run(weights, rows[:num_rows], at_home), copied])
+
+    def _run(
+        self, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, num_rows_per_expert: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply the experts with these weights to expert-major rows."""
         stacks = [weights[name] for name in (self.up_name, _DOWN_NAME)]
         if not self.is_transposed:
             stacks = [stack.transpose(1, 2) for stack in stacks]
-        num_rows_per_expert = num_rows_per_expert[: len(stacks[0])]
         sizes = sizes_for(rows, stacks, num_rows_per_expert)
 
         def project(name: str, stack: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
