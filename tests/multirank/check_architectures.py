@@ -68,8 +68,10 @@ def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
             compared, *_ = world.run(compare, kind)
             record = {"class": compared.root, "dtype": compared.dtype, "noise": _rounded(compared.noise)}
             record["differences"] = {way: _rounded(each) for way, each in compared.differences.items()}
+            record["refused"] = ""
         except Exception as error:  # noqa: BLE001  any error is a finding
-            record = {"refused": EXCEPTIONS[kind]} if kind in EXCEPTIONS else {"failure": str(error)[-2000:]}
+            record = {"class": "", "dtype": "", "noise": 0.0, "differences": {}, "refused": EXCEPTIONS.get(kind, "")}
+            record |= {} if kind in EXCEPTIONS else {"failure": str(error)[-2000:]}
         yield kind, {"kind": kind, **record, "seconds": round(time.monotonic() - began, 1)}
     world.close()
 
@@ -91,8 +93,8 @@ def _write(kind_to_record: dict[str, Record]) -> None:
 
 def is_right(record: Record) -> bool:
     """Return whether a result is what the page says: within the limit, or an exception."""
-    if "differences" not in record:
-        return record.get("refused") == EXCEPTIONS.get(record["kind"], "")
+    if not record["differences"]:
+        return bool(record["refused"])
     return is_within_limit(record["differences"], record["noise"])
 
 
@@ -107,7 +109,7 @@ def render(records: Iterable[Record]) -> str:
 
 
 def _outcome(record: Record) -> str:
-    if "differences" not in record:
+    if not record["differences"]:
         return f"no: {record['refused']}"
     worst = max(record["differences"].values())
     return f"yes, in {record['dtype']} within {'5e-6' if worst <= LIMIT else 'twice its noise'}"
@@ -115,13 +117,13 @@ def _outcome(record: Record) -> str:
 
 def _cells(record: Record) -> list[str]:
     result = "right" if is_right(record) else "WRONG"
-    if "differences" not in record:
-        return ["", "", "", "exception" if "refused" in record else "FAILED"]
+    if not record["differences"]:
+        return ["", "", "", "exception" if record["refused"] else "FAILED"]
     return [record["dtype"], f"{record['noise']:.1e}", f"{max(record['differences'].values()):.1e}", result]
 
 
 def _describe(record: Record) -> str:
-    if "differences" not in record:
+    if not record["differences"]:
         return f"FAILED: {record['failure']}" if "failure" in record else f"exception: {record['refused']}"
     worst = max(record["differences"].values())
     noise = f"one process with its batch in parts {record['noise']:.1e}"
