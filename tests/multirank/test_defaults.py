@@ -33,5 +33,5 @@ def test_objects_are_described_in_a_line_and_the_first_rank_logs_what_was_made(w
         ]
     (line,), *others = (records for _, records in described)
     assert line.startswith(f"communicator (rank 0 of 4, {what}) over shared memory and TCP on the default interface, ")
-    assert "balance_static, 0.0" in line
+    assert ", balancer static, 0.0" in line
     assert others == [[], [], []]

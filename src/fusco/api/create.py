@@ -319,7 +319,9 @@ def _log_start(validator: Validator, config: EngineConfig) -> None:
     where = links if topology.num_nodes == 1 else f"{links} and {network}"
     size = memory_size_hint(topology, config.capacity, config.settings, device).total_bytes / 2**30
     balancer = describe_balancer(validator.balancer)
-    LOGGER.log(level, "communicator (%s) over %s, %s, %.2f GiB", describe(validator, topology), where, balancer, size)
+    LOGGER.log(
+        level, "communicator (%s) over %s, balancer %s, %.2f GiB", describe(validator, topology), where, balancer, size
+    )
 
 
 def _failure(rank: int, error: BaseException) -> str:

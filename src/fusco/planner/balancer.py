@@ -115,12 +115,11 @@ BALANCERS: dict[str, Balancer] = {
     "send-and-receive": balance_send_and_receive,
 }
 DEFAULT_BALANCERS = {"cpu": "lanes", "cuda": "send-and-receive"}  # lanes on CUDA have not been measured
-_BUILTIN = tuple(BALANCERS.values())
 
 
 def is_builtin(balancer: Balancer) -> bool:
     """Return True for balancers of fusco, which return equal lanes for equal traffic on all ranks."""
-    return any(balancer is builtin for builtin in _BUILTIN)
+    return any(balancer is builtin for builtin in BALANCERS.values())
 
 
 def has_lanes(balancer: Balancer) -> bool:
@@ -149,10 +148,10 @@ def describe_balancer(balancer: Balancer) -> str:
     """Return the balancer's name, marked if it is user-defined.
 
     >>> describe_balancer(balance_static), describe_balancer(lambda traffic: balance_static(traffic))
-    ('balance_static', '<lambda> (user-defined)')
+    ('static', '<lambda> (user-defined)')
     """
     name = str(getattr(balancer, "__name__", type(balancer).__name__))
-    return name if is_builtin(balancer) else f"{name} (user-defined)"
+    return next((known for known, each in BALANCERS.items() if each is balancer), f"{name} (user-defined)")
 
 
 def _as_groups(topology: Topology, group_to_locals: npt.NDArray[Any]) -> Groups:
