@@ -261,7 +261,7 @@ def test_the_first_error_is_raised_even_if_parting_fails(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("can't start new thread")
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ValueError("num_experts must be positive")
 
     monkeypatch.setattr("fusco.api.create.check_process_group", lambda group: group)
