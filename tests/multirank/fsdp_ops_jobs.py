@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fusco import Launch, fsdp
-from fusco.api import communicator
+from fusco.api import communicator, growth
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
 
@@ -42,16 +42,18 @@ class Looking(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count the calls of each collective of communicators."""
-    calls: Counter[str] = Counter()
+def noting() -> Iterator[list[str]]:
+    """Note the name of each call of a communicator's dispatch, combine and their kin, in order."""
+    calls: list[str] = []
     run_collective = communicator.run_collective
 
-    def counted(session: Any, engine: Any, name: str, *more: Any) -> Any:
-        calls[name] += 1
+    def noted(session: Any, engine: Any, name: str, *more: Any) -> Any:
+        calls.append(name)
         return run_collective(session, engine, name, *more)
 
-    with mock.patch.object(communicator, "run_collective", counted):
+    with contextlib.ExitStack() as patched:
+        for module in (communicator, growth):
+            patched.enter_context(mock.patch.object(module, "run_collective", noted))
         yield calls
 
 
@@ -64,14 +66,15 @@ def verbs_of_a_step(_: dist.ProcessGroup, run: Run) -> dict[str, Counter[str]]:
     """Count the verbs in a step of a model of two layers, forward and backward."""
     with parallel(run) as (model, mesh):
         step(run, model, mesh)
-        with counting() as forward:
+        with noting() as forward:
             loss = model(input_ids=torch.zeros(1, SEQUENCE, dtype=torch.int64)).logits.sum()
         num_held = num_handles()
-        with counting() as backward:
+        with noting() as backward:
             loss.backward()
         del loss
         gc.collect()
-        return {"forward": forward, "backward": backward, "handles": Counter(held=num_held, left=num_handles())}
+        handles = Counter(held=num_held, left=num_handles())
+        return {"forward": Counter(forward), "backward": Counter(backward), "handles": handles}
 
 
 def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
@@ -84,24 +87,17 @@ def launches_of_a_step(_: dist.ProcessGroup, run: Run) -> list[Launch | None]:
 def order_of_a_step(_: dist.ProcessGroup, has_prefetch: bool) -> list[str]:
     """Return the order in which a step begins to gather parameters and calls the verbs."""
     events: list[str] = []
-    unshard, run_collective = FSDPParamGroup.unshard, communicator.run_collective
+    unshard = FSDPParamGroup.unshard
 
     def gathering(self: FSDPParamGroup, async_op: bool = False) -> Any:
         if self._all_gather_result is None and not self.is_unsharded:
             events.append(f"gather {self._module_fqn}".replace(" model.", " "))
         return unshard(self, async_op)
 
-    def calling(session: Any, engine: Any, name: str, *more: Any) -> Any:
-        events.append(name)
-        return run_collective(session, engine, name, *more)
-
     run = Run()
     with parallel(run, has_prefetch=has_prefetch) as (model, mesh):
         step(run, model, mesh)  # FSDP finds out who is whose child
-        with (
-            mock.patch.object(FSDPParamGroup, "unshard", gathering),
-            mock.patch.object(communicator, "run_collective", calling),
-        ):
+        with noting() as events, mock.patch.object(FSDPParamGroup, "unshard", gathering):
             step(run, model, mesh)
     return events
 
@@ -206,11 +202,11 @@ def verbs_with_contexts_of_torch(_: dist.ProcessGroup) -> Counter[str]:
         results = []
         for how in ({}, {"context_fn": contexts}):
             x = _inputs(6, ("x",))["x"]
-            with counting() as calls:
+            with noting() as calls:
                 checkpoint(block, x[None], use_reentrant=False, **how).square().sum().backward()
             results.append(x.grad)
         assert torch.equal(*results)
-    return calls
+    return Counter(calls)
 
 
 def check_misuse_of_selective_checkpointing(_: dist.ProcessGroup) -> None:

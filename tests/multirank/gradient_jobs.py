@@ -213,9 +213,9 @@ def launches() -> Iterator[list[tuple[str, fusco.Launch | None]]]:
         seen.append(("dispatch", launch))
         return dispatch(self, payloads, topk_idx, topk_weights, alignment, with_weights, static, launch, *more)
 
-    def dispatching_again(self, payloads, handle, launch=None):
+    def dispatching_again(self, payloads, handle, launch=None, *more):
         seen.append(("dispatch_again", launch))
-        return again(self, payloads, handle, launch)
+        return again(self, payloads, handle, launch, *more)
 
     def combining(self, verb, ys, handle, weights="topk", launch=None):
         seen.append((verb, launch))
