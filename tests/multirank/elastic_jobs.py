@@ -235,6 +235,27 @@ def find_lost_experts(group: dist.ProcessGroup) -> bool:
     return True
 
 
+def shrink_amid_a_place(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Rank 3 leaves after a ``place`` that reached rank 0 only, as if a failure had interrupted it on the others.
+
+    Return the experts of each rank.
+    """
+    places = [[0, -1], [1, -1], [2, -1], [3, 0]]
+    sizes = {"num_experts": 4, "num_topk": 1, "max_tokens_per_rank": 4, "max_bytes_per_token": 8}
+    with fusco.Communicator(group, expert_placement=places, **sizes) as comm:
+        if comm.rank == 0:
+            reached = comm._owners._validate([[1, -1], [0, 3], [2, -1], [3, -1]])
+            comm._owners._take(reached.placement, reached.tables)
+            comm._owners.placement_of_all = reached.placement
+        comm.shrink([3])
+        if comm.rank == 3:
+            return []
+        sent = comm.dispatch(torch.ones(4, 1), torch.arange(4)[:, None])
+        num_experts = sum(each >= 0 for each in comm.placement.rank_to_experts[comm.rank])
+        assert sent.num_rows_per_expert.sum().item() == 3 * num_experts
+        return [tuple(each) for each in comm.placement.rank_to_experts]
+
+
 def move_to_new_owners(group: dist.ProcessGroup) -> bool:
     """Rank 3 leaves; its experts get new owners: one from a replica, one from the caller's function."""
     old = [[0, 1, -1], [2, 3, -1], [4, 5, 6], [6, 7, -1]]

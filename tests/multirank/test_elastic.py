@@ -18,6 +18,7 @@ from elastic_jobs import (
     move_to_new_owners,
     refuse_mistakes,
     serve,
+    shrink_amid_a_place,
     wait_until_all_work,
 )
 from fault_jobs import Fault, die, no_op, stop
@@ -127,6 +128,11 @@ def test_ranks_leave_on_purpose(world, num_ranks, ranks_per_node, leaving):
 
 def test_rows_of_lost_experts_go_nowhere_and_are_counted(world):
     assert world.run(find_lost_experts, 4) == [True] * 4
+
+
+def test_members_follow_the_lowest_rank_if_a_place_was_interrupted(world):
+    left = [(1, -1), (0, 3), (2, -1), (-1, -1)]
+    assert world.run(shrink_amid_a_place, 4) == [left, left, left, []]
 
 
 def test_lost_experts_get_new_owners(world):

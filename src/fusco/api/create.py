@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -228,14 +229,32 @@ def refuse_creation(group: dist.ProcessGroup, timeout_s: float, reason: str) -> 
     store_gather.part()
 
 
+def placement_as_text(placement: ExpertPlacement) -> dict[str, Any]:
+    """Return a placement as JSON has it."""
+    return asdict(placement)
+
+
+def placement_of(text: Mapping[str, Any]) -> ExpertPlacement:
+    """Return the placement that ``placement_as_text`` has described."""
+
+    def rows(name: str) -> Any:
+        return None if text[name] is None else tuple(map(tuple, text[name]))
+
+    to_rank = tuple(text["expert_to_rank"])
+    return ExpertPlacement(to_rank, text["world_size"], rows("physical_to_logical"), rows("shares"))
+
+
 def create_next(gather: MemberGather, config: CommunicatorConfig, kept: Kept) -> CommunicatorParts:
     """Make the parts of a next generation, together with its members.
 
-    Raises as ``Communicator`` does, ``PeerFailureError`` also if one of them agrees on other members meanwhile.
+    Their placement is that of the lowest member. Raises as ``Communicator`` does, ``PeerFailureError`` also if one of
+    them agrees on other members meanwhile.
     """
     gather.begin()
     try:
-        return _create(gather, config, kept)
+        # A ``place`` that a failure has interrupted may be known to some of them only.
+        placements = gather.all_gather("placement", placement_as_text(kept.placement))
+        return _create(gather, config, replace(kept, placement=placement_of(placements[0])))
     except PeerFailureError:
         raise
     except Exception as error:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from fusco.api.create import CommunicatorConfig, Kept
+from fusco.api.create import CommunicatorConfig, Kept, placement_as_text, placement_of
 from fusco.api.growth import Growing
 from fusco.api.membership import release
-from fusco.api.next_generation import Change, make_next, placement_as_text, placement_of, warm_up
+from fusco.api.next_generation import Change, make_next, warm_up
 from fusco.api.uncompiled import uncompiled
 from fusco.control.agreement import Agreement, Member, notify_excluded
 from fusco.control.fingerprint import CollectiveFingerprint

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, Kept, create_next
 from fusco.control.agreement import JOINING, Agreement, Member
@@ -14,7 +13,6 @@ from fusco.control.node_memory import warm_up_node_memory
 from fusco.control.record_round import warm_up_record_round
 from fusco.control.status_server import StatusServer
 from fusco.core.errors import ExcludedError, FuscoError, PeerFailureError, Stall, name_ranks
-from fusco.core.placement import ExpertPlacement
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 
 
@@ -73,21 +71,6 @@ def make_next(
                 if not change.joining.intersection(view.members):
                     raise
                 left = set(view.members) - change.joining  # on all members: what joins does not fit to what is here
-
-
-def placement_as_text(placement: ExpertPlacement) -> dict[str, Any]:
-    """Return a placement as JSON has it."""
-    return asdict(placement)
-
-
-def placement_of(text: Mapping[str, Any]) -> ExpertPlacement:
-    """Return the placement that ``placement_as_text`` has described."""
-
-    def rows(name: str) -> Any:
-        return None if text[name] is None else tuple(map(tuple, text[name]))
-
-    to_rank = tuple(text["expert_to_rank"])
-    return ExpertPlacement(to_rank, text["world_size"], rows("physical_to_logical"), rows("shares"))
 
 
 def warm_up(config: CommunicatorConfig) -> None:
