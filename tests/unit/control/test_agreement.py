@@ -170,13 +170,14 @@ def test_a_rank_that_grows_raises_if_another_shrinks(ranks):
 
 
 def test_members_gather_values_until_one_goes_on_to_newer_members(ranks):
-    views = ranks.agree({rank: {0, 1, 3} for rank in (0, 1, 3)})
+    views, have_first = ranks.agree({rank: {0, 1, 3} for rank in (0, 1, 3)}), threading.Barrier(3)
 
     def gathers(rank):
         with ranks.agreement(rank) as agreement:
             gather = MemberGather(ranks.servers[rank], agreement, views[rank], rank, ranks.members, 4, LIMIT_S)
             gather.begin()
             values = gather.all_gather("first", [rank, "text"])
+            have_first.wait(LIMIT_S)
             if rank == 3:
                 with ranks.agreement(rank, 0.2) as newer:
                     newer.agree({0, 1, 3})
