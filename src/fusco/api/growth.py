@@ -59,10 +59,6 @@ class Growing(Membership):
         """The sizes that there is memory for on each rank."""
         return self._validator.capacity
 
-    def capacity_of(self, handle: Handle) -> Capacity:
-        """Return the sizes that there is memory for in calls along a handle."""
-        return self._validator_of(handle).capacity
-
     def _send(
         self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
     ) -> Dispatched:

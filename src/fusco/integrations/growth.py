@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -16,56 +16,14 @@ from fusco.api.communicator import Communicator
 from fusco.api.membership import Rejecting
 from fusco.control.fingerprint import GROWTH, REJECTION, CollectiveFingerprint, check_fingerprints
 from fusco.control.store_gather import StoreGather
-from fusco.core.config import Settings
+from fusco.core.config import Capacity, Settings
 from fusco.core.errors import ClosedError, GrowthError
 from fusco.core.rows import row_bytes
 
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Capacity that a call needs, on one rank; see the arguments of ``Communicator``."""
-
-    num_topk: int
-    max_tokens_per_rank: int
-    max_bytes_per_token: int
-
-    @classmethod
-    def of(cls, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1, sum_bytes: int = 2) -> Need:
-        """Return what a dispatch of payloads (num_tokens, ...) needs.
-
-        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows. ``sum_bytes``
-        are those of an element of partial sums.
-        """
-        first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
-        if first.ndim < 2:
-            raise ValueError(f"rows must be (num_tokens, hidden), got shape {tuple(first.shape)}")
-        return cls(
-            num_topk=num_topk,
-            max_tokens_per_rank=max(len(first), max_tokens),
-            max_bytes_per_token=max(num_bytes, first.shape[1:].numel() * sum_bytes) + 4 * num_topk,
-        )
-
-    def union(self, other: Need) -> Need:
-        """Return the larger of the two, field by field."""
-        return Need(**{name: max(getattr(self, name), getattr(other, name)) for name in _FIELDS})
-
-    def is_within(self, other: Need) -> bool:
-        """Return whether no field is larger than the other's."""
-        return (
-            self.num_topk <= other.num_topk
-            and self.max_tokens_per_rank <= other.max_tokens_per_rank
-            and self.max_bytes_per_token <= other.max_bytes_per_token
-        )
-
-    def with_reserve(self) -> Need:
-        """Return this need with a number of tokens at the next power of two, so that ranks rarely grow again."""
-        return Need(**{**asdict(self), "max_tokens_per_rank": 1 << (self.max_tokens_per_rank - 1).bit_length()})
-
-
-_FIELDS = tuple(field.name for field in fields(Need))
-_NOTHING = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
+_LEAST = Capacity(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +31,7 @@ class Grown:
     """One of several communicators."""
 
     comm: Communicator
-    capacity: Need
+    capacity: Capacity
     number: int  # the same on all ranks
 
 
@@ -107,7 +65,7 @@ class GrowingCommunicators:
         self,
         purpose: tuple[str, int],
         num_experts: int,
-        need: Need,
+        need: Capacity,
         device: torch.device,
         dispatch: Callable[[Grown], _Result],
     ) -> _Result:
@@ -125,14 +83,25 @@ class GrowingCommunicators:
         if grown is not None:
             self._current, self._purpose = grown, purpose
             with suppress(GrowthError):
-                if need.is_within(grown.capacity):
+                if grown.capacity.holds(need):
                     return dispatch(grown)
                 grown.comm.agree(GROWTH)
         return dispatch(self._make(purpose, num_experts, need, device))
 
-    def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Need:
-        """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle."""
-        return Need.of(payloads, num_topk, max_tokens, 2 if self._settings.sum_dtype is None else 4)
+    def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Capacity:
+        """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle.
+
+        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+        """
+        first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
+        if first.ndim < 2:
+            raise ValueError(f"rows must be (num_tokens, hidden), got shape {tuple(first.shape)}")
+        sum_bytes = 2 if self._settings.sum_dtype is None else 4  # of an element of partial sums
+        return Capacity(
+            num_topk=num_topk,
+            max_tokens_per_rank=max(len(first), max_tokens),
+            max_bytes_per_token=max(num_bytes, first.shape[1:].numel() * sum_bytes) + 4 * num_topk,
+        )
 
     def turn_to(self, grown: Grown, verb: str) -> Communicator:
         """Return the communicator of a handle for a call along it; a collective if the call before was in another."""
@@ -150,7 +119,7 @@ class GrowingCommunicators:
         """Make an error inside a rejection of the call that all other ranks make: they raise at once, too."""
         if self._current is not None:
             return self._current.comm.rejecting()
-        return Rejecting(lambda reason: self._gather(REJECTION, _NOTHING, reason))
+        return Rejecting(lambda reason: self._gather(REJECTION, _LEAST, reason))
 
     @property
     def is_closed(self) -> bool:
@@ -166,17 +135,17 @@ class GrowingCommunicators:
         if self._current is not None and not self._current.comm.is_broken:
             self._current.comm.agree(operation)
 
-    def _make(self, purpose: tuple[str, int], num_experts: int, need: Need, device: torch.device) -> Grown:
+    def _make(self, purpose: tuple[str, int], num_experts: int, need: Capacity, device: torch.device) -> Grown:
         """Make a communicator that is large enough for all ranks; a collective."""
         needs = self._gather(_operation(purpose), need)
         if earlier := self._latest.get(num_experts):
             needs.append(earlier.capacity)
-        grown = self._grow(num_experts, reduce(Need.union, needs).with_reserve(), device)
+        grown = self._grow(num_experts, reduce(Capacity.union, needs).with_reserve(), device)
         # Only now: the next call tries again if there is no room for it.
         self._latest[num_experts], self._current, self._purpose = grown, grown, purpose
         return grown
 
-    def _grow(self, num_experts: int, capacity: Need, device: torch.device) -> Grown:
+    def _grow(self, num_experts: int, capacity: Capacity, device: torch.device) -> Grown:
         """Make a communicator; a collective."""
         comm = Communicator(
             self._group(),
@@ -190,7 +159,7 @@ class GrowingCommunicators:
         self._communicators.append(comm)
         return Grown(comm, capacity, len(self._communicators) - 1)
 
-    def _gather(self, operation: str, need: Need, rejection: str = "") -> list[Need]:
+    def _gather(self, operation: str, need: Capacity, rejection: str = "") -> list[Capacity]:
         """Return what all ranks need; raise as a collective does if they do not agree."""
         group = self._group()
         if group is None or self.is_closed:
@@ -199,7 +168,7 @@ class GrowingCommunicators:
         entries = gather.all_gather("what the call needs", [operation, rejection, asdict(need)])
         fingerprints = [CollectiveFingerprint(operation, rejection=reason) for operation, reason, _ in entries]
         check_fingerprints(fingerprints, gather.rank)
-        return [Need(**values) for *_, values in entries]
+        return [Capacity(**values) for *_, values in entries]
 
 
 def _operation(purpose: tuple[str, int]) -> str:

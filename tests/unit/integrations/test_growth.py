@@ -10,10 +10,11 @@ import torch
 
 from fusco import MismatchError, RejectedInputError, RowOverflowError
 from fusco.control.fingerprint import GROWTH
+from fusco.core.config import Capacity
 from fusco.core.errors import GrowthError
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 
-SMALL, LARGE = (Need(num_topk=1, max_tokens_per_rank=tokens, max_bytes_per_token=1) for tokens in (1, 2))
+SMALL, LARGE = (Capacity(num_topk=1, max_tokens_per_rank=tokens, max_bytes_per_token=1) for tokens in (1, 2))
 CPU = torch.device("cpu")
 
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.control.joining import JoinStore
-from fusco.core.config import Settings
+from fusco.core.config import Capacity, Settings
 from fusco.core.errors import ExcludedError, MismatchError, PeerFailureError, TransportError
 from fusco.cuda.within_node.device_plan import is_capturing
-from fusco.integrations.growth import GrowingCommunicators, Grown, Need
+from fusco.integrations.growth import GrowingCommunicators, Grown
 
 _Result = TypeVar("_Result")
-_LEAST = Need(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=16)  # until the first call
+_LEAST = Capacity(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=16)  # until the first call
 _POLL_S, _COMING_BACK_S = 0.02, 600.0
 _SIZES = 0, "sizes"  # a key in the store; processes that join are numbered from 1
 
@@ -156,7 +156,7 @@ class MaskedCommunicator(GrowingCommunicators):
         comm.take_turns()
         self._communicators[:] = [comm]
         num_experts, self._device = sizes.pop("num_experts"), torch.device(sizes.pop("device"))
-        self._current, self._is_left_out = Grown(comm, Need(**sizes), self.current.number), False
+        self._current, self._is_left_out = Grown(comm, Capacity(**sizes), self.current.number), False
         self._latest = {num_experts: self._current}
 
     def _sizes_of_others(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class MaskedCommunicator(GrowingCommunicators):
             time.sleep(_POLL_S)
         return dict(sizes)
 
-    def _grow(self, num_experts: int, capacity: Need, device: torch.device) -> Grown:
+    def _grow(self, num_experts: int, capacity: Capacity, device: torch.device) -> Grown:
         if self._current is None:
             grown = super()._grow(num_experts, capacity, device)
         else:
@@ -186,7 +186,7 @@ class MaskedCommunicator(GrowingCommunicators):
             with suppress(TransportError):
                 self._joins.within_limit(lambda: self._joins.put(*_SIZES, sizes))
 
-    def _gather(self, operation: str, need: Need, rejection: str = "") -> list[Need]:
+    def _gather(self, operation: str, need: Capacity, rejection: str = "") -> list[Capacity]:
         assert not rejection, "inputs are rejected in the communicator"
         names, values = zip(*asdict(need).items(), strict=True)
-        return [Need(**dict(zip(names, each, strict=True))) for each in self.comm.agree(operation, values)]
+        return [Capacity(**dict(zip(names, each, strict=True))) for each in self.comm.agree(operation, values)]

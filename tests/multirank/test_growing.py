@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import growing_jobs as jobs
 import pytest
-import room_jobs as jobs
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
