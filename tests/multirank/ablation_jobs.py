@@ -15,6 +15,7 @@ from fusco.bench.shuffle.baseline import BaselineShuffle
 from fusco.bench.shuffle.internode_bytes import internode_rows
 from fusco.bench.shuffle.no_engine import NoEngineShuffle
 from fusco.bench.shuffle.no_planner import expand, sum_copies
+from fusco.planner.balancer import find_balancer
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, random_of
 from law import Law
@@ -55,7 +56,7 @@ def check_no_engine(group: dist.ProcessGroup, setup: Setup) -> None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     topology = fusco.Topology.of_equal_nodes(world_size, setup.ranks_per_node)
     placement = fusco.ExpertPlacement.of(setup.num_experts, setup.expert_placement, world_size)
-    shuffle = NoEngineShuffle(group, placement, topology, fusco.BALANCERS[setup.balancer])
+    shuffle = NoEngineShuffle(group, placement, topology, find_balancer(setup.balancer))
     for case in cases_of(setup, world_size):
         law = Law(case.world_topk_idx, placement.expert_to_rank)
 

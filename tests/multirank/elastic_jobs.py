@@ -161,7 +161,7 @@ def arguments_of(setup: Setup) -> dict[str, Any]:
         "max_bytes_per_token": setup.max_bytes_per_token,
         "expert_placement": setup.expert_placement,
         "ranks_per_node": setup.ranks_per_node,
-        "balancer": fusco.BALANCERS[setup.balancer],
+        "balancer": setup.balancer,
         "settings": setup.settings,
     }
 

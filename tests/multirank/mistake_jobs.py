@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -129,18 +130,8 @@ def dispatch_balanced_badly(group: dist.ProcessGroup, setup: Setup) -> list[Outc
     def balance_badly(_: fusco.Traffic) -> Any:
         return "static"
 
-    with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balance_badly}):
-        comm = setup.open(group)
+    comm = dataclasses.replace(setup, balancer=balance_badly).open(group)
     return _dispatch_twice_and_close(comm, setup)
-
-
-@contextlib.contextmanager
-def balanced_by(balancer: Any, setup: Setup, group: dist.ProcessGroup) -> Iterator[fusco.Communicator]:
-    """Open a communicator with the given balancer."""
-    with mock.patch.dict(fusco.BALANCERS, {setup.balancer: balancer}):
-        comm = setup.open(group)
-    with comm:
-        yield comm
 
 
 def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistaken_ranks: list[int]) -> Outcome:
@@ -155,7 +146,7 @@ def dispatch_balanced_differently(group: dist.ProcessGroup, setup: Setup, mistak
         ]
         return fusco.Groups(traffic.topology, tuple(turned))
 
-    with balanced_by(balance, setup, group) as comm:
+    with dataclasses.replace(setup, balancer=balance).open(group) as comm:
         case = setup.case("ragged", 5, comm.topology.world_size)
         x, ids = torch.ones(case.num_tokens(comm.rank), HIDDEN), case.topk_idx(comm.rank)
         outcome = attempt(lambda: comm.dispatch(x, ids))

@@ -29,7 +29,7 @@ class Setup:
     num_topk: int = 8
     max_tokens: int = 24
     max_bytes_per_token: int = 256
-    balancer: str = "lanes"  # of fusco.BALANCERS, or "scattered"
+    balancer: str | fusco.Balancer = "lanes"  # as Communicator takes it, or "scattered"
     expert_placement: Any = None
     device: str = "cpu"
     settings: fusco.Settings = field(default_factory=lambda: fusco.Settings(timeout_s=60.0, slice_bytes=1 << 16))
@@ -50,12 +50,12 @@ class Setup:
         )
         return comm if self.device == "cpu" else OnDevice(comm)  # type: ignore[return-value]
 
-    def balancer_of(self, group: dist.ProcessGroup) -> fusco.Balancer:
-        """Return the balancer."""
+    def balancer_of(self, group: dist.ProcessGroup) -> str | fusco.Balancer:
+        """Return the balancer, by name or as a function."""
         if self.balancer == "scattered":
             num_nodes = dist.get_world_size(group) // (self.ranks_per_node or 1)
             return ScatteredLanes(self.max_tokens * (num_nodes - 1))
-        return fusco.BALANCERS[self.balancer]
+        return self.balancer
 
     def case(self, kind: str, seed: int, world_size: int, num_topk: int | None = None) -> Case:
         """A routing within the capacity; by default of one to ``num_topk`` experts per token."""
