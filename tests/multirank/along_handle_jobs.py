@@ -87,9 +87,8 @@ def check_other_weights_along_handles(group: dist.ProcessGroup) -> None:
     _, _, of_expanded, expanded, _ = elastic.dispatch(
         x, topk_idx=ids, topk_weights=given[0], num_experts=num_experts, do_expand=True
     )
-    grown = of_experts[0].grown
-    without_room = replace(grown, capacity=replace(grown.capacity, max_bytes_per_token=1))
-    full = (replace(of_experts[0], grown=without_room), *of_experts[1:])
+    without_room = replace(of_experts[0].capacity, max_bytes_per_token=1)
+    full = (replace(of_experts[0], capacity=without_room), *of_experts[1:])
     for factor, weights, probs in zip((1, 2, 4), given, dense, strict=True):
         for by in ({"topk_weights": weights}, {"probs": probs}):
             again, other, _, same = hybrid.dispatch(x, handle=handle, **by)

@@ -155,6 +155,8 @@ def shrink_when_grown(group: dist.ProcessGroup) -> str:
     many = inputs(MORE, 0)
     with pytest.raises(ValueError, match="max_tokens_per_rank=512") as raised:
         comm.dispatch(*many)
+    comm.resize(max_tokens_per_rank=MORE)
+    comm.dispatch(*many)
     comm.close()
     return str(raised.value)
 

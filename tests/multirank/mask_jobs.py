@@ -28,7 +28,7 @@ class Serving:
     """A buffer of one rank and what its calls must give, while ranks are masked."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        with mock.patch("fusco.integrations.growth.Settings", partial(fusco.Settings, timeout_s=LIMIT_S)):
+        with mock.patch("fusco.integrations.group_communicators.Settings", partial(fusco.Settings, timeout_s=LIMIT_S)):
             self.buffer = Buffer(group, low_latency_mode=True, enable_shrink=True)
         self.rank, self.size = group.rank(), group.size()
 

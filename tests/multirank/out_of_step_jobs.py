@@ -17,7 +17,7 @@ from comparison import assert_same_bits
 from fusco.integrations import expert_rows
 from fusco.integrations.deep_ep.buffer import Buffer
 from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
-from fusco.integrations.growth import GrowingCommunicators
+from fusco.integrations.group_communicators import GroupCommunicators
 
 NUM_EXPERTS = 2 * NUM_LOCAL
 SOON_S = 10.0  # far below the limit of a wait
@@ -106,7 +106,7 @@ def memory_that_ends(group: dist.ProcessGroup) -> list[str]:
         (torch, "cat", lambda: first.dispatch(x, None, None, None, is_in, of_experts, ids)),
         (torch, "cat", lambda: hybrid.dispatch(x, topk_idx=ids)),
         (
-            GrowingCommunicators,
+            GroupCommunicators,
             "need_of",
             lambda: second.dispatch(x, topk_idx=ids, num_experts=NUM_EXPERTS, do_expand=True),
         ),

@@ -176,8 +176,8 @@ def test_ranks_out_of_step_say_what_each_calls_and_go_on(world):
             "dispatch on rank 0, dispatch to 2 experts after dispatch to 6 experts on rank 1",
             "dispatch on rank 0, combine on rank 1",
             "larger dispatch on rank 0, combine on rank 1",
-            "dispatch on rank 0, combine along a handle of communicator 0 on rank 1",
-            "dispatch_again along a handle of communicator 0 on rank 0, larger dispatch on rank 1",
+            "dispatch on rank 0, combine along a handle of 4 tokens, size 0 on rank 1",
+            "dispatch_again along a handle of 4 tokens, size 0 on rank 0, larger dispatch on rank 1",
         )
     }
 

@@ -99,9 +99,12 @@ class CommunicatorConfig:
 
     def with_fixed_sizes(self) -> CommunicatorConfig:
         """Return the same with the sizes that it has grown to, which are final."""
-        if not self.grows:
-            return self
-        return replace(self, max_tokens_per_rank=self.room.max_tokens_per_rank if self.room else _FIRST_TOKENS)
+        if self.room is None:
+            return replace(self, max_tokens_per_rank=_FIRST_TOKENS) if self.grows else self
+        sizes = dict(vars(self.room))
+        if self.hidden is not None:  # which says how many bytes
+            del sizes["max_bytes_per_token"]
+        return replace(self, room=None, **sizes)
 
     def row_bytes(self) -> int:
         """Return the bytes of a token that memory is needed for; ``ValueError`` unless one size is given."""

@@ -162,7 +162,7 @@ class Elastic(Growing):
             PeerFailureError: as in every collective; then ``shrink`` goes on, too.
         """
         with self._session.access.using("resize"):
-            config, limit_s = self._require_elastic("resize"), self._limit_of(timeout_s)
+            config, limit_s = self._require_elastic("resize").with_fixed_sizes(), self._limit_of(timeout_s)
             with self.rejecting():
                 changed = replace(config, **changes)
                 validator = changed.validator(self.rank, self._validator.num_ranks)

@@ -39,11 +39,17 @@ class Growing(Membership):
         super()._join(parts)
         self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
-    def fitting(self, need: Capacity, dispatch: Callable[[], _Result]) -> _Result:
+    def fitting(
+        self,
+        need: Capacity,
+        dispatch: Callable[[], _Result],
+        make_room: Callable[[Capacity], object] | None = None,
+    ) -> _Result:
         """Return ``dispatch()`` once there is room for what it needs on each rank: a collective, for adapters.
 
         ``dispatch`` calls ``dispatch`` of this communicator and no other collective; it is called again if another
-        rank needs more room. Raises what it raises, and ``ValueError`` if this communicator cannot grow.
+        rank needs more room. Raises what it raises, and ``ValueError`` if this communicator cannot grow. ``make_room``
+        is called with ``need`` on all ranks, in place of making a larger size.
         """
         batch = self._owners.batch
         while True:
@@ -51,8 +57,14 @@ class Growing(Membership):
                 if self.capacity.holds(need) or self._validator.is_capturing:  # which refuses what does not fit
                     return dispatch()
                 self.agree(GROWTH)
-            self._make_room(need)
+            (make_room or self._make_room)(need)
             self._owners.batch = batch  # is of the next dispatch, which is this one
+
+    def room_of_all(self, need: Capacity) -> Capacity:
+        """Return what all ranks need together, in powers of two of tokens: a collective, for adapters."""
+        needs = self._agree(CollectiveFingerprint("room for a larger dispatch"), list(vars(need).values()))
+        of_ranks = [Capacity(**dict(zip(vars(need), each, strict=True))) for each in needs]
+        return reduce(Capacity.union, of_ranks, self.capacity).with_reserve()
 
     @property
     def capacity(self) -> Capacity:
@@ -84,9 +96,7 @@ class Growing(Membership):
         """Make a size that is large enough for all ranks; a collective."""
         with self.rejecting():
             config, group = self._require_growth()
-        needs = self._agree(CollectiveFingerprint("room for a larger dispatch"), list(vars(need).values()))
-        of_ranks = [Capacity(**dict(zip(vars(need), each, strict=True))) for each in needs]
-        room = reduce(Capacity.union, of_ranks, self.capacity).with_reserve()
+        room = self.room_of_all(need)
         if self.placement is not self._validator.caller_placement:  # after ``place``
             config = replace(config, expert_placement=self.placement)
         parts = create(group, replace(config, room=room), self._session.access)

@@ -84,7 +84,7 @@ class MismatchError(FuscoError, ValueError):
 
 
 class GrowthError(MismatchError):
-    """A dispatch needs a larger communicator, on all ranks; adapters whose communicators grow make one."""
+    """A dispatch needs more room than there is, on all ranks, which make it and dispatch again."""
 
 
 class RejectedInputError(FuscoError, ValueError):

@@ -11,9 +11,10 @@ import torch
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Handle
 from fusco.api.membership import Rejecting
-from fusco.core.config import Launch
+from fusco.core.config import Capacity, Launch
 from fusco.core.rows import row_bytes
-from fusco.integrations.growth import GrowingCommunicators, Grown
+from fusco.core.topology import Topology
+from fusco.integrations.group_communicators import GroupCommunicators
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import places_of, scattered
 
@@ -61,21 +62,18 @@ def padded(of_tokens: torch.Tensor, width: int, value: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SentHandle:
-    """A routing that was dispatched, and the communicator that owns it."""
+    """A routing that was dispatched, and the communicator that owns it, as it was then."""
 
-    comms: GrowingCommunicators
-    grown: Grown
+    comms: GroupCommunicators
+    comm: Communicator
+    capacity: Capacity
+    topology: Topology
     handle: Handle
     # of this rank's tokens, int64 (num_tokens, num_topk of all ranks), or ``None`` if only ranks were given
     topk_idx: torch.Tensor | None
     num_topk: int  # of this rank's call; later columns of ``topk_idx`` are -1
     num_experts: int  # of all ranks together
     kept: KeptTensors = field(default_factory=KeptTensors)  # at most 17 bytes a row and k, 16 a token and k
-
-    @property
-    def comm(self) -> Communicator:
-        """The communicator of the handle."""
-        return self.grown.comm
 
     def rejecting(self) -> Rejecting:
         """Make an error inside a rejection of the call along this handle that all other ranks make."""
@@ -124,10 +122,10 @@ class SentHandle:
         Payloads are (num_tokens, ...), weights (num_tokens, num_topk). Returns the rows of each payload, and for each
         row all weights of its token (num_rows, num_topk), or ``None``.
         """
-        comm, handle = self.comms.turn_to(self.grown, "dispatch_again"), self.handle
+        comm, handle = self.comms.turn_to(self.comm, "dispatch_again"), self.handle
         if topk_weights is None:
             return comm.dispatch_again(payloads, handle, launch=launch), None
-        if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= self.grown.capacity.max_bytes_per_token:
+        if sum(map(row_bytes, payloads)) + row_bytes(topk_weights) <= self.capacity.max_bytes_per_token:
             *rows, of_rows = comm.dispatch_again([*payloads, topk_weights], handle, launch=launch)
             return tuple(rows), of_rows
         arrived = comm.dispatch_again(payloads, handle, launch=launch)
@@ -137,7 +135,7 @@ class SentHandle:
         self, parts: Sequence[torch.Tensor], launch: Launch | None = None, weights: Literal["topk"] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Add up the rows of each token in each of several tensors: (num_tokens, hidden); one may have ``weights``."""
-        comm = self.comms.turn_to(self.grown, "combine")
+        comm = self.comms.turn_to(self.comm, "combine")
         if len(parts) == 1:  # which costs less from the second call on
             return (comm.combine(parts[0], self.handle, weights=weights, launch=launch),)
         return comm.combine_all(parts, self.handle, launch=launch)

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.autograd import rows_of_weights, weights_of_slots
+from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.config import Launch
 from fusco.integrations.along_handles import SentHandle, padded, require_shape
 from fusco.integrations.checked_ids import num_topk_of
-from fusco.integrations.growth import GrowingCommunicators, Grown
+from fusco.integrations.group_communicators import GroupCommunicators
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +46,7 @@ class SentRows(SentHandle):
 
         They are float32 (num_tokens, num_topk) and travel in a collective of their own. They stay until the next ones.
         """
-        comm = self.comms.turn_to(self.grown, "replace_weights")
+        comm = self.comms.turn_to(self.comm, "replace_weights")
         (of_rows,) = comm.dispatch_again(topk_weights, self.handle, launch=launch)
         self.handle.plan.replace_weights(of_rows.view(self.handle.num_rows, -1))
 
@@ -81,7 +82,7 @@ def ends_in_blocks(counts: torch.Tensor, alignment: int) -> torch.Tensor:
 class ExpertRows:
     """Dispatches among the ranks of a group, whose experts are in equal runs of consecutive ones; with gradients."""
 
-    comms: GrowingCommunicators
+    comms: GroupCommunicators
     num_experts: int  # of all ranks together
     # tokens of a rank that there is room for from the first call on
     max_tokens: int = 1
@@ -93,7 +94,7 @@ class ExpertRows:
         """Return dispatches on the communicators of a group, which all its layers share."""
         comms = _BY_GROUP.get(group)
         if comms is None or comms.is_closed:
-            comms = _BY_GROUP[group] = GrowingCommunicators(group)
+            comms = _BY_GROUP[group] = GroupCommunicators(group)
         return cls(comms, num_experts)
 
     def dispatch(
@@ -112,17 +113,19 @@ class ExpertRows:
         ``verb`` is the caller's name of the call, which all ranks must agree on.
         """
 
-        def dispatch(grown: Grown) -> SentRows:
+        def dispatch(comm: Communicator) -> SentRows:
             ids, weights = topk_idx, topk_weights
             if self.may_differ:
-                width = grown.capacity.num_topk
+                width = comm.capacity.num_topk
                 with self.comms.rejecting():
                     ids, weights = padded(ids, width, -1), None if weights is None else padded(weights, width, 0)
             options_of_call = {"expert_alignment": expert_alignment, "with_weights": with_weights, **options}
-            sent = grown.comm.dispatch(payloads, ids, weights, **options_of_call)
+            sent = comm.dispatch(payloads, ids, weights, **options_of_call)
             return SentRows(
                 comms=self.comms,
-                grown=grown,
+                comm=comm,
+                capacity=comm.capacity,
+                topology=comm.topology,
                 handle=sent.handle,
                 topk_idx=ids,
                 num_topk=topk_idx.shape[1],
@@ -137,4 +140,4 @@ class ExpertRows:
 
 
 # Module state: the process groups of torch, whose lifetime it follows, are global too.
-_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, GrowingCommunicators] = weakref.WeakKeyDictionary()
+_BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCommunicators] = weakref.WeakKeyDictionary()

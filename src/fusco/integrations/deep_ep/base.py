@@ -18,7 +18,7 @@ from fusco.core.config import Launch, Settings
 from fusco.integrations.along_handles import SentHandle, biases_of
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, wait_for
 from fusco.integrations.deep_ep.rank_rows import RankRows
-from fusco.integrations.growth import GrowingCommunicators
+from fusco.integrations.group_communicators import GroupCommunicators
 
 SIZE_HINT = 1  # bytes: callers make a new buffer if one wants more than theirs has. Memory is of the calls' own sizes
 Event = EventOverlap | EventHandle | None
@@ -38,7 +38,7 @@ class BufferBase:
         """Nothing is allocated before the first call. The group may be of any backend."""
         self.group = group
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._comms = GrowingCommunicators(group, ranks_per_node=ranks_per_node, settings=settings)
+        self._comms = GroupCommunicators(group, ranks_per_node=ranks_per_node, settings=settings)
         self._by_rank = RankRows(group, self._comms)
 
     def destroy(self) -> None:
@@ -60,7 +60,7 @@ class BufferBase:
 
     @contextmanager
     def _along(
-        self, find: Callable[[], _Sent], *previous_events: Event, comms: GrowingCommunicators | None = None
+        self, find: Callable[[], _Sent], *previous_events: Event, comms: GroupCommunicators | None = None
     ) -> Iterator[_Sent]:
         """Yield the routing that ``find`` finds in a caller's handle; a block's errors are those of a call along it.
 

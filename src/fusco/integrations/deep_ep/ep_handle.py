@@ -146,7 +146,7 @@ class EPHandle(DispatchSizes):
 
     @property
     def _stride(self) -> int:
-        return self.num_max_tokens_per_rank or self.sent.grown.capacity.max_tokens_per_rank
+        return self.num_max_tokens_per_rank or self.sent.capacity.max_tokens_per_rank
 
     @property
     def _global_tokens(self) -> torch.Tensor:

@@ -24,7 +24,7 @@ from fusco.integrations.deep_ep.events import EventOverlap, finished
 from fusco.integrations.deep_ep.masks import MaskedCommunicator
 from fusco.integrations.deep_ep.wait_costs import waits_for_ranks
 from fusco.integrations.expert_rows import ExpertRows, SentRows
-from fusco.integrations.growth import GrowingCommunicators
+from fusco.integrations.group_communicators import GroupCommunicators
 from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
@@ -42,14 +42,14 @@ class LowLatencyHandle(Sequence[Any]):
         """With ``may_outlive_plan`` ranks may be masked before the handle is used again, which ends the plan."""
         self.sent, self.num_max_tokens, self.hidden = sent, num_max_tokens, hidden
         self.routing = sent  # of a combine: the dispatch, or one that was made again without ranks that are masked
-        self._numbers = sent.comm.topology.numbers  # of the ranks
+        self._numbers = sent.topology.numbers  # of the ranks
         self._order: torch.Tensor | None = None  # of rows in that routing; as they are
         if may_outlive_plan:
             self._sources  # noqa: B018  computed now, and kept
 
     def renew(self, routing: SentRows) -> None:
         """Take a dispatch of the same ids among fewer ranks, for combines."""
-        present = torch.tensor(routing.comm.topology.numbers, device=self._sources.device)
+        present = torch.tensor(routing.topology.numbers, device=self._sources.device)
         is_left = self._is_row & torch.isin(self._sources[..., 0], present)
         self.routing, self._order = routing, (~is_left).byte().sort(dim=1, stable=True).indices[..., None]
 
@@ -277,7 +277,7 @@ class LowLatencyCalls(BufferBase):
         self._add_waits("low-latency combine", combine_wait_recv_cost_stats)
 
         def combine() -> torch.Tensor:
-            if self._masked and handle.routing.grown is not self._masked.current:
+            if self._masked and handle.routing.topology is not self._masked.comm.topology:
                 handle.renew(
                     self._send(x.new_empty(len(topk_idx), 1), topk_idx, sent.num_experts, handle.num_max_tokens)
                 )
@@ -296,7 +296,7 @@ class LowLatencyCalls(BufferBase):
         return result, *_finish(receive, async_finish, return_recv_hook)
 
     @property
-    def _low_latency(self) -> GrowingCommunicators:
+    def _low_latency(self) -> GroupCommunicators:
         return self._masked or self._comms
 
     def _complete(self, call: Callable[[], _Result]) -> _Result:
@@ -309,7 +309,7 @@ class LowLatencyCalls(BufferBase):
 
         def measure() -> list[int]:
             assert self._low_latency.current is not None
-            return waits_for_ranks(self._low_latency.current.comm, verb, self._num_ranks, stats.device)
+            return waits_for_ranks(self._low_latency.current, verb, self._num_ranks, stats.device)
 
         stats.add_(torch.tensor(self._complete(measure), device=stats.device))
 

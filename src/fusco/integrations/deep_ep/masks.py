@@ -16,7 +16,7 @@ from fusco.control.joining import JoinStore
 from fusco.core.config import Capacity, Settings
 from fusco.core.errors import ExcludedError, MismatchError, PeerFailureError, TransportError
 from fusco.cuda.within_node.device_plan import is_capturing
-from fusco.integrations.growth import GrowingCommunicators, Grown
+from fusco.integrations.group_communicators import GroupCommunicators
 
 _Result = TypeVar("_Result")
 _LEAST = Capacity(num_topk=1, max_tokens_per_rank=1, max_bytes_per_token=16)  # until the first call
@@ -24,12 +24,12 @@ _POLL_S, _COMING_BACK_S = 0.02, 600.0
 _SIZES = 0, "sizes"  # a key in the store; processes that join are numbered from 1
 
 
-class MaskedCommunicator(GrowingCommunicators):
-    """The communicator of low-latency calls whose ranks can be masked, in place of several that grow.
+class MaskedCommunicator(GroupCommunicators):
+    """The communicator of low-latency calls whose ranks can be masked, in place of several.
 
-    It is made with the buffer, so that ranks know of each other before any call, and is resized for the calls. A call
-    is complete once it is on all ranks (``complete``): a rank that fails or is late in it is masked, as in DeepEP, and
-    the ranks that are left make the call again.
+    It is made with the buffer, so that ranks know of each other before any call, and is resized for the calls; handles
+    of before are invalid. A call is complete once it is on all ranks (``complete``): a rank that fails or is late in it
+    is masked, as in DeepEP, and the ranks that are left make the call again.
     """
 
     def __init__(self, group: dist.ProcessGroup, settings: Settings | None = None) -> None:
@@ -38,26 +38,23 @@ class MaskedCommunicator(GrowingCommunicators):
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._name = f"low-latency mode of ranks {dist.get_process_group_ranks(group)}"
         self._num_completed, self._is_left_out = 0, False
-        self._current = self._grow(self._num_ranks, _LEAST, torch.device("cpu"))
+        self._device = torch.device("cpu")
+        self._current = super()._make(self._name, self._num_ranks, _LEAST, self._device)
+        self._communicators[0] = self._communicators.pop(self._num_ranks)  # the first call resizes it
         store = self.comm._store  # noqa: SLF001  of the process group
         assert store is not None
         self._store, self._joins = store, JoinStore(store, self._name, self._settings.timeout_s / 2)
 
     @property
     def comm(self) -> Communicator:
-        """The communicator."""
-        return self.current.comm
-
-    @property
-    def current(self) -> Grown:
-        """The communicator in its present form; a handle of another form is invalid."""
+        """The communicator in its present form, which its topology names."""
         assert self._current is not None
         return self._current
 
     @property
     def masked(self) -> list[int]:
         """The ranks that are absent, ascending."""
-        return [rank for rank in range(self._num_ranks) if rank not in self.comm.ranks] if self._current else []
+        return [rank for rank in range(self._num_ranks) if rank not in self.comm.ranks]
 
     def complete(self, call: Callable[[], _Result]) -> _Result:
         """Return the result of a collective that is complete on all ranks; the host waits for it.
@@ -129,9 +126,6 @@ class MaskedCommunicator(GrowingCommunicators):
 
     def _renew(self) -> None:
         """Take the communicator in its new form; the next call agrees again what it is."""
-        before = self.current
-        self._current = Grown(before.comm, before.capacity, before.number + 1)
-        self._latest = dict.fromkeys(self._latest, self._current)
         self._purpose = ("", 0)
         self._say_sizes()
 
@@ -154,10 +148,9 @@ class MaskedCommunicator(GrowingCommunicators):
                     raise
             time.sleep(_POLL_S)
         comm.take_turns()
-        self._communicators[:] = [comm]
-        num_experts, self._device = sizes.pop("num_experts"), torch.device(sizes.pop("device"))
-        self._current, self._is_left_out = Grown(comm, Capacity(**sizes), self.current.number), False
-        self._latest = {num_experts: self._current}
+        self._current, self._is_left_out, self._device = comm, False, torch.device(sizes["device"])
+        self._communicators.clear()
+        self._communicators[sizes["num_experts"]] = comm
 
     def _sizes_of_others(self) -> dict[str, Any]:
         deadline = time.monotonic() + self._settings.timeout_s
@@ -167,26 +160,24 @@ class MaskedCommunicator(GrowingCommunicators):
             time.sleep(_POLL_S)
         return dict(sizes)
 
-    def _grow(self, num_experts: int, capacity: Capacity, device: torch.device) -> Grown:
-        if self._current is None:
-            grown = super()._grow(num_experts, capacity, device)
-        else:
-            capacity = capacity.union(self.current.capacity)
-            self.comm.resize(num_experts=num_experts, **asdict(capacity), device=device)
-            grown = Grown(self.comm, capacity, self.current.number + 1)
-        self._latest, self._device = {num_experts: grown}, device
+    def _fitting(self, comm: Communicator, need: Capacity, dispatch: Callable[[], _Result]) -> _Result:
+        return comm.fitting(need, dispatch, self._resize)
+
+    def _make(self, _: str, num_experts: int, need: Capacity, device: torch.device) -> Communicator:
+        self._device = device
+        self._resize(need, num_experts=num_experts, device=device)
+        self._communicators.clear()
+        self._communicators[num_experts] = self.comm
+        return self.comm
+
+    def _resize(self, need: Capacity, **changes: Any) -> None:
+        self.comm.resize(**asdict(self.comm.room_of_all(need)), **changes)
         self._say_sizes()
-        return grown
 
     def _say_sizes(self) -> None:
         """Say in the store with what a rank that is masked comes back; without the store none can."""
         if self.masked and self._rank == self.comm.ranks[0]:
-            ((num_experts, grown),) = self._latest.items()
-            sizes = {"num_experts": num_experts, "device": self._device.type, **asdict(grown.capacity)}
+            num_experts, capacity = self.comm.placement.num_experts, asdict(self.comm.capacity)
+            sizes = {"num_experts": num_experts, "device": self._device.type, **capacity}
             with suppress(TransportError):
                 self._joins.within_limit(lambda: self._joins.put(*_SIZES, sizes))
-
-    def _gather(self, operation: str, need: Capacity, rejection: str = "") -> list[Capacity]:
-        assert not rejection, "inputs are rejected in the communicator"
-        names, values = zip(*asdict(need).items(), strict=True)
-        return [Capacity(**dict(zip(names, each, strict=True))) for each in self.comm.agree(operation, values)]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fusco.api.communicator import Communicator
 from fusco.core.config import Launch, StaticRows
 from fusco.cuda.within_node.device_plan import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
 from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
-from fusco.integrations.growth import GrowingCommunicators, Grown
+from fusco.integrations.group_communicators import GroupCommunicators
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import scattered
 
@@ -97,7 +98,7 @@ class RankRouting(SentHandle):
 class RankRows:
     """Dispatch of rank-major rows, on a communicator that grows."""
 
-    def __init__(self, group: dist.ProcessGroup, comms: GrowingCommunicators) -> None:
+    def __init__(self, group: dist.ProcessGroup, comms: GroupCommunicators) -> None:
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._kept = KeptTensors()
         self._comms = comms
@@ -138,12 +139,14 @@ class RankRows:
             static = StaticRows(num_static_rows) if num_static_rows else None
             need = self._comms.need_of(sent, ranks_of_tokens.shape[1])
 
-        def dispatch(grown: Grown) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
-            arrived = grown.comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
+        def dispatch(comm: Communicator) -> tuple[tuple[torch.Tensor, ...], RankRouting]:
+            arrived = comm.dispatch(sent, ranks_of_tokens, static=static, launch=launch)
             *rows, words = arrived.payloads
             return tuple(rows), RankRouting(
                 comms=self._comms,
-                grown=grown,
+                comm=comm,
+                capacity=comm.capacity,
+                topology=comm.topology,
                 handle=arrived.handle,
                 topk_idx=topk_idx,
                 num_topk=0 if topk_idx is None else topk_idx.shape[1],
