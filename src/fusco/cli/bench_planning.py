@@ -129,12 +129,12 @@ def balance(
     Experts are on consecutive ranks, and the batch is the whole trace. Defaults of bytes and times are those of
     Qwen3-30B-A3B, computed for 50 GB/s and 500 TFLOP/s.
     """
-    from fusco.bench.balance import Costs, measure_balance
+    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
+    from fusco.bench.balance import Costs, measure_balance  # it takes seconds, and numbers are right now
     from fusco.bench.inputs.traffic import Trace
     from fusco.placement import Balance
 
     traces = Trace.load_all(trace, trace_key) if layer is None else [Trace.load(trace, trace_key, layer)]
-    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
     named = max(int(each.topk_idx.max(initial=0)) for each in traces) + 1
     experts = num_experts or (128 if trace is None else named)
     for each in traces:

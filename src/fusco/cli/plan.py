@@ -57,12 +57,13 @@ def plan(
 
     Pure computation: nothing is sent, and no other process is started.
     """
-    from fusco.bench.explain import explain, explain_shuffle
+    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    _check(shuffle, options.given_options(context))
+    workload.check([traffic])
+    from fusco.bench.explain import explain, explain_shuffle  # it takes seconds, and options are right now
     from fusco.bench.inputs.matrices import make_rank_bytes
     from fusco.cpu.layout import SLICE_BYTES
 
-    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    _check(shuffle, options.given_options(context))
     if shuffle is not None:
         rank_bytes = make_rank_bytes(shuffle, topology.world_size, bytes_per_rank, skew=skew, seed=workload.seed)
         segments = explain_shuffle(shuffle, rank_bytes, topology, SLICE_BYTES)

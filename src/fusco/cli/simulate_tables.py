@@ -13,7 +13,9 @@ from fusco.core.timeline import Span, write_chrome_trace
 
 if TYPE_CHECKING:
     from fusco.bench.simulation.papers import PaperRow
-    from fusco.simulate import Cluster, Demand, SimulationResult
+    from fusco.simulate.cluster import Cluster
+    from fusco.simulate.demand import Demand
+    from fusco.simulate.result import SimulationResult
 
 _NOTE = "[dim]predictions of a model: docs/simulation.md has its errors[/]"
 

@@ -61,6 +61,11 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
+    if saving.resume:
+        given = [option.removeprefix("--").replace("-", "_") for option in options.given_options(context)]
+        run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
+        saving = take_up(saving.resume, saving, [*given, "save", "resume"])
+    saving.check(run.dispatcher)
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
@@ -70,11 +75,6 @@ def train(
     if record_trace:
         check_trace_path(record_trace)
     joined = launched()
-    if saving.resume:
-        given = [option.removeprefix("--").replace("-", "_") for option in options.given_options(context)]
-        run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
-        saving = take_up(saving.resume, saving, [*given, "save", "resume"])
-    saving.check(run.dispatcher)
     job = TrainingJob(
         device=run.device,
         num_ranks=_num_ranks(run.ranks, run.device, joined),

@@ -79,7 +79,7 @@ def test_an_export_is_written(tmp_path, suffix):
         (("--nodes", "0"), "--nodes needs positive integers, got '0'"),
         (("--sweep-skew", "1"), "--sweep-skew goes with --traffic zipf, not with uniform"),
         (("--traffic", "zipf", "--sweep-skew", "-1"), "--sweep-skew needs numbers from 0 on, got '-1'"),
-        (("--systems", "none"), "system 'none' is not one of"),
+        (("--systems", "none"), "systems 'none' is not one of"),
         (("--nodes", "200", "--traffic", "trace"), "--traffic trace is for at most 1024 ranks"),
         (("--measure", "cluster.toml"), "run it under torchrun"),
     ],

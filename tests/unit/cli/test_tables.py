@@ -47,7 +47,9 @@ from fusco.cli.doctor import Finding
 from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology
 from fusco.rails.usage import RailUse
-from fusco.simulate import Demand, load_cluster, simulate
+from fusco.simulate.cluster import load_cluster
+from fusco.simulate.demand import Demand
+from fusco.simulate.run import simulate
 from fusco.train.records import RunRecord
 
 CLI = ROOT / "src" / "fusco" / "cli"
