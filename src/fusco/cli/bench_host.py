@@ -9,7 +9,7 @@ import typer
 from fusco.cli import options
 from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import ResultTable, describe_origin
+from fusco.cli.tables import ResultTable, conclusion, describe_origin
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def host(
         measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
-        report(records, [_table(records)], console, json)
+        pairs = ", ".join(f"{record.variant} {record.pair_us:.1f} us on {_ranks(record)}" for record in records)
+        found = conclusion(f"a dispatch and a combine take the host: {pairs}")
+        report(records, [_table(records), found], console, json)
 
 
 def _table(records: list[HostRecord]) -> ResultTable:

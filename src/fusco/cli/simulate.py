@@ -13,9 +13,9 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import MOST_DRAWN_RANKS, REPLAYED, SYSTEMS, Pattern
 from fusco.cli import options
-from fusco.cli.reports import report
+from fusco.cli.reports import least_gain, report
 from fusco.cli.running import choose_shape, new_console, num_devices
-from fusco.cli.simulate_tables import print_gains, table_of_papers, table_of_results, write_timeline
+from fusco.cli.simulate_tables import compare_systems, print_gains, table_of_papers, table_of_results, write_timeline
 
 if TYPE_CHECKING:
     from fusco.simulate.cluster import Cluster
@@ -141,6 +141,7 @@ def simulate(
     if len(cases) == 1:
         cluster, demand = cases[0]
         print_gains(cluster, demand, results[0], of.tier_of(demand.topology.world_size), expert_bytes, console)
+    console.print(least_gain(compare_systems(results)), soft_wrap=True)
     if files.timeline:
         write_timeline(results[0], files.timeline)
     if files.export:

@@ -7,13 +7,19 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from fusco.bench import names
 from fusco.cli.main import app
+from fusco.simulate import systems
 
 SMALL = ("--cluster", "h100x8", "--ranks-per-node", "2", "--tokens", "64", "--hidden", "128")
 
 
 def run(*arguments):
     return CliRunner().invoke(app, ("simulate", *arguments), env={"COLUMNS": "160"})
+
+
+def test_the_names_of_systems_are_known():
+    assert tuple(systems.SYSTEMS) == names.SYSTEMS
 
 
 def test_a_run_says_what_binds_and_what_parts_bring(tmp_path):
