@@ -173,7 +173,7 @@ def run_snippets(_: dist.ProcessGroup, snippets: list[str], folder: Path) -> lis
 
 
 def difference_of_lightning(_: dist.ProcessGroup, snippet: str) -> float:
-    """Run the snippet of the page for three steps; return by how much weights differ from those of one process."""
+    """Run a snippet of the page for three steps; return by how much weights differ from those of one process."""
     nums, steps = (2, 1, 3, 1), range(3)
     batches = [make_batch(dist.get_rank(), nums[dist.get_rank()], step) for step in steps]
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -181,9 +181,12 @@ def difference_of_lightning(_: dist.ProcessGroup, snippet: str) -> float:
     with fsdp.FuscoDispatcher(mesh.ep_group, max(nums) * SEQUENCE, settings=_SETTINGS) as dispatcher, as_launched():
         scope = {"fsdp": fsdp, "torch": torch, "lightning": importlib.import_module("lightning"), "mesh": mesh}
         scope |= {"model": model, "dispatcher": dispatcher, "num_ranks": dist.get_world_size()}
+        scope |= {"strategies": importlib.import_module("lightning.fabric.strategies")}
         scope |= {"loss_sum": lambda model, batch: loss_sum(model, Batch(*batch))}
         scope |= {"num_targets": lambda batch: num_targets(Batch(*batch))}
-        scope |= {"options": {**options, "accelerator": "cpu", "use_distributed_sampler": False}}
+        is_fabric = "lightning.Fabric" in snippet
+        options = {} if is_fabric else {**options, "use_distributed_sampler": False}
+        scope |= {"options": {**options, "accelerator": "cpu"}}
         scope |= {
             "batches": torch.utils.data.DataLoader([(each.ids, each.labels) for each in batches], batch_size=None)
         }

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fusco.simulate import load_cluster
+from fusco.simulate.cluster import load_cluster
 
 
 @pytest.mark.multirank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
@@ -70,11 +71,17 @@ def test_by_default_ranks_share_experts_and_the_first_group_replays(tmp_path):
     """Four ranks, two of which have all experts; six experts, which four ranks could not have alike."""
     out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "a trace.npz", tmp_path / "shuffle.jsonl"
     arguments = ["--num-experts", "6", "--steps", "8", "--lr", "0.02", "--json", str(out)]
+    arguments += ["--metrics", f"{tmp_path}/m.csv,{tmp_path}/m.jsonl"]
     done = CliRunner().invoke(app, ["train", *SMALL, *arguments, *CAP, "--record-trace", str(trace)])
     assert done.exit_code == 0, done.output
     steps, (run,) = read(out)
     assert (run["job"]["num_ranks"], run["job"]["ep_size"]) == (4, 2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    losses = [step["loss"] for step in steps]
+    with (tmp_path / "m.csv").open() as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == pytest.approx(losses, abs=1e-6)
+    metrics = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, 9))
     assert np.load(trace)["topk_idx"].shape == (4 * 32, 2, 2)
     for record in replay(done.output, replayed):
         assert (record["nodes"], record["ranks_per_node"], record["tokens"]) == (1, 2, 32)

@@ -46,7 +46,7 @@ def test_the_snippets_of_trainer_run(two, tmp_path):
     pytest.importorskip("transformers.distributed.expert_parallel", reason="needs transformers 5.23")
     import fsdp_trainer_jobs as trainer_jobs  # noqa: PLC0415  needs accelerate
 
-    *snippets, _ = snippets_of("trainer.md")
+    *snippets, _, _ = snippets_of("trainer.md")
     assert len(snippets) == 2
     make_model("qwen3").save_pretrained(tmp_path / "base")
     for history in two.run(trainer_jobs.run_snippets, snippets, tmp_path):
@@ -55,10 +55,11 @@ def test_the_snippets_of_trainer_run(two, tmp_path):
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
-def test_the_snippet_of_lightning_is_exact(four):
+@pytest.mark.parametrize("number", [-2, -1], ids=["Lightning", "Fabric"])
+def test_the_snippets_of_lightning_are_exact(four, number):
     pytest.importorskip("accelerate", reason="the jobs of Trainer need accelerate")
     pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
     import fsdp_trainer_jobs as trainer_jobs  # noqa: PLC0415  needs accelerate
 
-    *_, snippet = snippets_of("trainer.md")
+    snippet = snippets_of("trainer.md")[number]
     assert max(four.run(trainer_jobs.difference_of_lightning, snippet)) < 1e-5  # three steps move them by 3e-2

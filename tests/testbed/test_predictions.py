@@ -16,7 +16,9 @@ import pytest
 import timed_calls
 
 from fusco.bench.simulation.laws import demand_of
-from fusco.simulate import Demand, load_cluster, simulate
+from fusco.simulate.cluster import load_cluster
+from fusco.simulate.demand import Demand
+from fusco.simulate.run import simulate
 from fusco.testbed import Testbed
 from fusco.testbed.job import rank_environment
 

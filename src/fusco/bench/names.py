@@ -14,6 +14,14 @@ Pattern = Literal[
 ]
 REPLAYED = ("trace", "one-prompt", "ragged")  # routing of a trace; the last two are prefills
 
+# The names of ``fusco.simulate.systems.SYSTEMS``; a test compares them.
+SYSTEMS = (
+    *("fusco", "no-lanes", "rotation", "no-balancer", "no-engine", "no-planner", "fusco-paper"),
+    *("fusco-paper-no-balancer", "fusco-paper-no-engine", "fusco-paper-no-planner", "nccl", "deepep", "direct-pxn"),
+    *("fast", "spread-out", "padded", "direct"),
+)
+MOST_DRAWN_RANKS = 1024  # for which ``fusco simulate`` draws tokens
+
 # Off-diagonal entries of a matrix: all equal; uniformly distributed from 1 to the largest; the k-th largest one
 # proportional to k ** -skew, in random places.
 MatrixKind = Literal["uniform", "random", "zipf"]

@@ -14,7 +14,7 @@ from fusco.cli import options
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
-from fusco.cli.tables import ResultTable, describe_origin, headline, shape_of, verified_cell
+from fusco.cli.tables import ResultTable, conclusion, describe_origin, headline, shape_of, verified, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.topology import Topology
 from fusco.explore.wording import plural
@@ -114,7 +114,7 @@ def alltoall(
 
 def _headline(record: ExchangeRecord) -> Text:
     times = {"fusco": record.fusco_ms, "all_to_all_single": record.all_to_all_single_ms}
-    return Text(headline(times, "fusco", record.matrix, is_right=record.verified), style="bold")
+    return conclusion(headline(times, "fusco", record.matrix, verified(record.verified)))
 
 
 def _replay(routing: options.RoutingOptions, topology: Topology, kinds: Sequence[str]) -> Workload | None:

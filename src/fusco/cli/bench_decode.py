@@ -13,9 +13,9 @@ from rich.console import Console
 
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.reports import Column, report, table_of
+from fusco.cli.reports import Column, left_out, report, table_of, table_of_cases
 from fusco.cli.running import check_room, new_console, run_model
-from fusco.cli.tables import describe_origin, verified_cell
+from fusco.cli.tables import conclusion, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
 from fusco.explore.wording import plural
@@ -96,7 +96,13 @@ class DecodeOptions:
 
 
 @options.with_groups
-def decode(*, place: PlaceOptions, what: DecodeOptions, json: options.JsonFile = None) -> None:
+def decode(
+    *,
+    place: PlaceOptions,
+    what: DecodeOptions,
+    json: options.JsonFile = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show all figures of all variants.")] = False,
+) -> None:
     """Measure the time per output token of a Qwen3-MoE shape with random weights, its experts distributed over ranks.
 
     Each rank has its own sequences, and a step computes one token of each. On CUDA a step is one CUDA graph, except of
@@ -107,7 +113,6 @@ def decode(*, place: PlaceOptions, what: DecodeOptions, json: options.JsonFile =
     """
     check_fsdp("fusco bench decode", ("torch",))
     job, skipped = what.job(place)
-    from fusco.bench.decode.records import headline
     from fusco.bench.prefill.records import SkippedRecord
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
@@ -118,8 +123,7 @@ def decode(*, place: PlaceOptions, what: DecodeOptions, json: options.JsonFile =
     records = _run(job, console, json)
     if records is None:
         return
-    _print(job, records, skipped, console)
-    console.print(headline(records), markup=False, highlight=False, soft_wrap=True)
+    _print(job, records, skipped, console, explain=explain)
     report(records, [], console, None, _name)
 
 
@@ -147,8 +151,11 @@ def _name(record: DecodeRecord) -> str:
     return f"{record.tokens} tokens in {record.micro_batches}, {record.variant}"
 
 
-def _print(job: DecodeJob, records: Sequence[DecodeRecord], skipped: Mapping[str, str], console: Console) -> None:
+def _print(
+    job: DecodeJob, records: Sequence[DecodeRecord], skipped: Mapping[str, str], console: Console, *, explain: bool
+) -> None:
     from fusco.bench.decode.exchanges import VARIANTS
+    from fusco.bench.decode.records import headline
 
     shape = job.shape
     attention = f"attention to {job.context} tokens" if job.context else "without attention"
@@ -187,8 +194,14 @@ def _print(job: DecodeJob, records: Sequence[DecodeRecord], skipped: Mapping[str
         ("verified", lambda record: verified_cell(record.verified)),
     )
     left = ("tokens\na rank", "micro-\nbatches", "variant")
-    console.print(table_of(records, title, columns, notes, left=left, section=_case))
-    lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
-    lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
+    if explain:
+        console.print(table_of(records, title, columns, notes, left=left, section=_case))
+        lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
+        lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
+    else:
+        names = ((left[0], "{.tokens}"), (left[1], "{.micro_batches}"))
+        console.print(table_of_cases(records, title, names, "tpot_ms", notes))
+        lines = [left_out(skipped)]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(conclusion(headline(records)), soft_wrap=True)

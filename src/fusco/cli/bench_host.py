@@ -9,7 +9,7 @@ import typer
 from fusco.cli import options
 from fusco.cli.reports import report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import ResultTable, describe_origin
+from fusco.cli.tables import ResultTable, conclusion, describe_origin
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ def host(
     With the null device kernels end at once and move nothing, so the time is that of the host alone. Times of steps are
     from a run of their own, and include the clocks that are read around each.
     """
-    from fusco.bench.host.times import HostRun, measure_host, records_of
-
-    console, records = new_console(json), []
-    on = "cuda" if device == "cuda" else "cpu"
-    num_devices(on)  # before any process starts
     if num_topk > num_experts:
         raise ValueError(f"num_topk is {num_topk}, more than the {num_experts} experts")
     if uneven := [num_ranks for num_ranks in ranks or () if num_ranks % nodes]:
         raise ValueError(f"--ranks {uneven[0]} do not divide among {nodes} nodes")
+    from fusco.bench.host.times import HostRun, measure_host, records_of  # it takes seconds, and sizes are right now
+
+    console, records = new_console(json), []
+    on = "cuda" if device == "cuda" else "cpu"
+    num_devices(on)  # before any process starts
     for num_ranks in ranks or ([nodes] if nodes > 1 else [1, 2] if device == "null" else [1]):
         run = HostRun(
             device=device,
@@ -63,7 +63,9 @@ def host(
         measured = run_on_ranks(measure_host, (run,), num_ranks, console, device=on, topology=topology)
         records += records_of(run, measured) if measured else []
     if records:
-        report(records, [_table(records)], console, json)
+        pairs = ", ".join(f"{record.variant} {record.pair_us:.1f} us on {_ranks(record)}" for record in records)
+        found = conclusion(f"a dispatch and a combine take the host: {pairs}")
+        report(records, [_table(records), found], console, json)
 
 
 def _table(records: list[HostRecord]) -> ResultTable:

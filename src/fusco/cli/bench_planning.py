@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,7 @@ from fusco.bench import names
 from fusco.cli import options
 from fusco.cli.reports import Column, report, table_of
 from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable, describe_origin
+from fusco.cli.tables import ResultTable, conclusion, describe_origin
 
 if TYPE_CHECKING:
     from fusco.bench.balance import BalanceRecord
@@ -45,7 +46,9 @@ def schedule(
     total, measuring = len(sizes) * len(MODES), measure_schedules(sizes, draws, seed)
     # Refreshed between measurements only: a thread that refreshes would disturb them.
     records = list(track(measuring, "measuring", total, auto_refresh=False, console=console, transient=True))
-    report(records, [_schedule_table(records)], console, json)
+    slowest = {record.mode: f"{record.mode} {record.microseconds:,.0f} us" for record in records[-len(MODES) :]}
+    found = conclusion(f"stages of {records[-1].num_nodes} nodes are found in: {', '.join(slowest.values())}")
+    report(records, [_schedule_table(records), found], console, json)
 
 
 def _schedule_table(records: Sequence[ScheduleRecord]) -> ResultTable:
@@ -82,9 +85,14 @@ def balancers(
 ) -> None:
     """Compare balancers on the loads of many draws: how far the busiest rank is from the bound, and the time."""
     from fusco.bench.balancers import compare_balancers
+    from fusco.planner.balancer import BALANCERS
 
     records = compare_balancers([(4, 2), (8, 2), (2, 8), (4, 8), (8, 8), (16, 8)], draws, seed, loads)
-    report(records, [_balancer_table(records, draws)], new_console(json), json, html=html)
+    most = {name: max(of.busiest_ratio for of in records if of.balancer == name) for name in BALANCERS}
+    found = conclusion(
+        f"busiest rank over the bound, at most: {', '.join(f'{name} {most[name]:.3f}' for name in most)}"
+    )
+    report(records, [_balancer_table(records, draws), found], new_console(json), json, html=html)
 
 
 def _balancer_table(records: Sequence[BalancerRecord], num_draws: int) -> ResultTable:
@@ -129,12 +137,12 @@ def balance(
     Experts are on consecutive ranks, and the batch is the whole trace. Defaults of bytes and times are those of
     Qwen3-30B-A3B, computed for 50 GB/s and 500 TFLOP/s.
     """
-    from fusco.bench.balance import Costs, measure_balance
+    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
+    from fusco.bench.balance import Costs, measure_balance  # it takes seconds, and numbers are right now
     from fusco.bench.inputs.traffic import Trace
     from fusco.placement import Balance
 
     traces = Trace.load_all(trace, trace_key) if layer is None else [Trace.load(trace, trace_key, layer)]
-    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
     named = max(int(each.topk_idx.max(initial=0)) for each in traces) + 1
     experts = num_experts or (128 if trace is None else named)
     for each in traces:
@@ -145,7 +153,12 @@ def balance(
     measuring = measure_balance(traces, sizes, experts, wanted, costs, first)
     total = len(traces) * len(sizes)
     records = list(track(measuring, "planning", total, auto_refresh=False, console=console, transient=True))
-    report(records, [_balance_table(records)], console, json, html=html)
+    last = [record for record in records if record.ranks == records[-1].ranks]
+    before, after = (
+        median(getattr(each, f"busiest_over_mean_{when}") for each in last) for when in ("before", "after")
+    )
+    found = f"{last[0].ranks} ranks: the busiest has {before:.2f} times the mean rows, with copies {after:.2f}"
+    report(records, [_balance_table(records), conclusion(f"{found}, medians of layers")], console, json, html=html)
 
 
 def _number_of_ranks(text: str) -> int:

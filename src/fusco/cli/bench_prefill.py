@@ -14,7 +14,7 @@ from rich.console import Console
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.reports import Column, headlines, report, table_of
+from fusco.cli.reports import Column, compare, least_gain, left_out, report, table_of, table_of_cases
 from fusco.cli.running import check_room, new_console, run_model
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
@@ -106,7 +106,7 @@ def prefill(
     resume: Annotated[
         bool, typer.Option("--resume", help="Run only cases that the file of --json has not, and add them to it.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Also list iterations and ranks that were slow.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show all figures, and slow iterations.")] = False,
 ) -> None:
     """Measure the time to the first token of a Qwen3-MoE with random weights, its experts distributed over all ranks.
 
@@ -141,7 +141,7 @@ def prefill(
         return
     records = [*resumed.kept, *records]
     _print(job, records, skipped, console, explain=explain)
-    report(records, headlines(records, "ttft_ms", lambda record: record.routing), console, None, _name)
+    report(records, [], console, None, _name)
 
 
 def _choose_variants(
@@ -180,6 +180,9 @@ _COLUMNS: tuple[Column, ...] = (
     ("of\nlogits", "{.logits_error:.1e}"),
     ("verified", lambda record: verified_cell(record.verified)),
 )
+
+
+_NAMES: tuple[Column, ...] = (("routing", "{.routing}"), ("batch", "{.batch}"))
 
 
 def _case(record: PrefillRecord) -> tuple[str, str]:
@@ -224,11 +227,15 @@ def _print(
         ("p99\nms", _timed("{.p99_ms:,.1f}")),
         (f"{compared}\n/ this", ratio),
     )
-    left = ("routing", "batch", "variant")
-    console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
-    lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
-    lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
     slow = [f"{_name(record)}: {line}" for record in records for line in outliers(record.iterations)]
-    lines += slow if explain else [f"{len(slow)} slow iterations or ranks: --explain lists them"] * bool(slow)
+    if explain:
+        left = ("routing", "batch", "variant")
+        console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
+        lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
+        lines += [f"{name} skipped: {why}" for name, why in skipped.items()] + slow
+    else:
+        console.print(table_of_cases(records, title, _NAMES, "ttft_ms", notes))
+        lines = [left_out(skipped, len(slow))]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(least_gain(compare(records, "ttft_ms", lambda record: ", ".join(_case(record)))), soft_wrap=True)

@@ -19,7 +19,7 @@ from rich.markup import escape
 import fusco
 from fusco.cli import options
 from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable
+from fusco.cli.tables import ResultTable, conclusion
 from fusco.core.cache import CACHE_DIR_VARIABLE, NUMBA_CACHE_DIR_VARIABLE, find_cache_folder
 from fusco.core.requirements import LEAST_CAPABILITY, LEAST_VERSIONS, installed, is_recent
 
@@ -28,6 +28,7 @@ _Outcome = tuple[str, str]  # what a check has found, and what to do; "" for not
 
 _INSTALL_CUDA_CORE = "pip install 'cuda-core[cu13]'"
 _CAPABILITY_WITHOUT_GPU = (9, 0)  # that kernels are compiled for, to try
+_OF_GPUS = ("GPUs", "CUDA driver", "cuda.core (compiles CUDA kernels)", "CUDA kernels")  # checks
 _CUDA_OF_PACKAGE = 13  # major version of CUDA that this installs
 # Drivers by the major version of CUDA whose binaries they load
 # (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
@@ -39,7 +40,9 @@ def doctor(json: options.JsonFile = None) -> None:
     from fusco.bench.harness.json_lines import write_json_lines
 
     findings = examine()
-    new_console(json).print(_table(findings))
+    console = new_console(json)
+    console.print(_table(findings))
+    console.print(conclusion(_found(findings)), soft_wrap=True)
     write_json_lines(findings, json)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
@@ -56,13 +59,24 @@ class Finding:
 
 
 def _table(findings: Sequence[Finding]) -> ResultTable:
-    columns = ("check", "", "found", "what to do")
+    columns = ("check", "", "found, and what to do")
     table = ResultTable("fusco doctor", columns, left=columns)
     for finding in findings:
         colour = {"ok": "green", "missing": "red", "optional": "yellow"}[finding.state]
         # Escaped: a remedy may name an extra in brackets, which is not markup.
-        table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found), escape(finding.remedy))
+        to_do = f"; to do: {finding.remedy}" * bool(finding.remedy)
+        table.add_row(finding.check, f"[{colour}]{finding.state}[/]", escape(finding.found + to_do))
     return table
+
+
+def _found(findings: Sequence[Finding]) -> str:
+    """Return what this machine can run, and what else there is to do."""
+    missing, optional = (
+        ", ".join(each.check for each in findings if each.state == state) for state in ("missing", "optional")
+    )
+    runs = f"fusco does not run here: {missing}" if missing else "fusco runs here on CPUs"
+    has_gpus = not missing and all(each.state == "ok" for each in findings if each.check in _OF_GPUS)
+    return runs + " and GPUs" * has_gpus + f"; optional: {optional}" * bool(optional)
 
 
 def _machine() -> _Outcome:

@@ -21,8 +21,8 @@ GROUPS = {
     "activation_checkpointing balance_rate",
     "Ranks and network": "device nodes ranks_per_node testbed rate rails num_rails ranks hosts ranks_per_host "
     "timeout_s cluster num_sms slice_bytes ring_depth slice_order latency_us internode_gbs link_gbs ep_size mtu",
-    "Output": "json html timeline out export plot measure save save_every keep_last resume record_trace eval_every "
-    "sample_tokens",
+    "Output": "json html timeline out export plot metrics measure save save_every keep_last resume record_trace "
+    "eval_every sample_tokens",
 }
 _OPTION_TO_GROUP = {option: group for group, options in GROUPS.items() for option in options.split()}
 EXAMPLES = {

@@ -218,7 +218,7 @@ class WorkloadOptions(RoutingOptions):
     hidden: Hidden = 4096
     dtype: Dtype = "bfloat16"
 
-    def check(self, patterns: Sequence[names.Pattern]) -> None:
+    def check(self, patterns: Sequence[str]) -> None:
         """Raise ``ValueError`` if options do not fit together, whatever the ranks."""
         if not set(patterns) & set(names.REPLAYED):
             self.check_no_trace("--traffic", patterns)

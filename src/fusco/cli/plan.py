@@ -13,7 +13,7 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.options import with_groups
 from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable, shape_of
+from fusco.cli.tables import ResultTable, conclusion, shape_of
 from fusco.core.topology import Topology
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ def plan(
 
     Pure computation: nothing is sent, and no other process is started.
     """
-    from fusco.bench.explain import explain, explain_shuffle
+    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
+    _check(shuffle, options.given_options(context))
+    workload.check([traffic])
+    from fusco.bench.explain import explain, explain_shuffle  # it takes seconds, and options are right now
     from fusco.bench.inputs.matrices import make_rank_bytes
     from fusco.cpu.layout import SLICE_BYTES
 
-    topology = Topology.of_equal_nodes(nodes * ranks_per_node, ranks_per_node)
-    _check(shuffle, options.given_options(context))
     if shuffle is not None:
         rank_bytes = make_rank_bytes(shuffle, topology.world_size, bytes_per_rank, skew=skew, seed=workload.seed)
         segments = explain_shuffle(shuffle, rank_bytes, topology, SLICE_BYTES)
@@ -74,6 +75,8 @@ def plan(
     _print(record, console)
     if record.balanced_batch is not None:
         _print_batch(record.balanced_batch, console)
+    chosen = f"with balancer '{record.balancer}'"
+    console.print(conclusion(_busiest(record.ranks, record.bound_rows, chosen)), soft_wrap=True)
     write_json_lines([record], json)
 
 
@@ -106,6 +109,16 @@ def _print_shuffle(record: ShuffleRecord, console: Console) -> None:
         f"within nodes: {moved / 1e6:,.2f} MB handed to carriers, {record.handed_on_bytes / 1e6:,.2f} MB handed on "
         f"after their arrival"
     )
+    console.print(conclusion(_busiest(record.ranks, record.bound_bytes, "with lanes")), soft_wrap=True)
+
+
+def _busiest(ranks: Sequence[RankLoad], bound: float, how: str) -> str:
+    """Return the finding of a plan: how far the busiest rank is from the bound, and how far it would be."""
+    if not bound:
+        return "nothing crosses nodes"
+    chosen = max(max(each.sends, each.receives) for each in ranks) / bound
+    plain = max(max(each.plain_sends, each.plain_receives) for each in ranks) / bound
+    return f"the busiest rank sends or receives {chosen:.2f} times the bound {how}, {plain:.2f} times plain"
 
 
 def _table_of_ranks(title: str, ranks: Sequence[RankLoad], show: Callable[[int], str]) -> ResultTable:

@@ -15,6 +15,7 @@ from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable
 from fusco.core.errors import SharedMemoryError
+from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.rails.usage import RailUse
@@ -79,7 +80,10 @@ def _table(uses: list[RailUse], *, links: bool) -> ResultTable | str:
     if not uses:
         return f"{title} of this host: no {worker} is registered"
     columns = (rail, "Gbit/s", worker, "pid", "use", "sends\nMB/s", "receives\nMB/s", "chunks\nout", "borrowed")
-    table = ResultTable(f"{title} of this host", columns, left=(rail, "use"))
+    moved = sum(use.sent_mb_per_s + use.received_mb_per_s for use in uses)
+    borrowed = len({use.rail for use in uses if not use.is_owner})
+    found = f"{plural(len(uses), 'use')} of {plural(len({use.rail for use in uses}), rail)}, {borrowed} borrowed"
+    table = ResultTable(f"{title} of this host", columns, [f"{found}: {moved:,.0f} MB/s"], left=(rail, "use"))
     for i, use in enumerate(uses):
         is_first = not i or uses[i - 1].rail != use.rail
         is_last = i + 1 == len(uses) or uses[i + 1].rail != use.rail

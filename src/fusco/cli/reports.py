@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from rich.text import Text
 
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli.explore import write_records
-from fusco.cli.tables import ResultTable, headline
+from fusco.cli.tables import ResultTable, conclusion, headline, three_digits, verified, verified_cell
+from fusco.explore.wording import plural
 
 Column = tuple[str, str | Callable[[Any], str]]  # a head, and what makes a cell of a record: a format or a function
 
@@ -34,26 +37,113 @@ def table_of(
     """
     table = ResultTable(title, [head for head, _ in columns], notes, left=left)
     for record, after in zip(records, [*records[1:], None], strict=True):
-        cells = (cell.format(record) if isinstance(cell, str) else cell(record) for _, cell in columns)
+        cells = (_cell(cell, record) for _, cell in columns)
         table.add_row(*cells, end_section=after is None or section(after) != section(record))
     return table
 
 
-def headlines(records: Sequence[Any], ms: str, case: Callable[[Any], str]) -> Iterator[Text]:
-    """Yield for each case of records of variants a sentence: the fastest of fusco's beside the fastest other.
+@dataclass(frozen=True)
+class Comparison:
+    """The variants of one case: the fastest of fusco's, and the times in ms of it and of all others.
 
-    ``ms`` is the field of the time; records without one are left out.
+    Without parts of fusco, "no-...", a variant is no other.
     """
-    for name, group in groupby([record for record in records if getattr(record, ms)], key=case):
-        of_case = list(group)
-        # Without parts of fusco, "no-...", it is no rival.
+
+    name: str
+    ours: str
+    times: Mapping[str, float]
+    remark: str
+
+    @property
+    def gain(self) -> float:
+        """Time of the fastest other over ours; infinite without another."""
+        return min((ms for name, ms in self.times.items() if name != self.ours), default=inf) / self.times[self.ours]
+
+    def text(self) -> str:
+        """Return the finding in a sentence."""
+        return headline(self.times, self.ours, self.name, self.remark)
+
+
+def compare(records: Sequence[Any], ms: str, case: Callable[[Any], str]) -> list[Comparison]:
+    """Compare variants in each case that has one of fusco's; ``ms`` is the field of the time, 0 if there is none."""
+    found = []
+    for name, of_case in _by_case(records, case).items():
         times = {each.variant: getattr(each, ms) for each in of_case if not each.variant.startswith("no-")}
+        times = {variant: time for variant, time in times.items() if time}
         mine = [variant for variant in times if variant.startswith("fusco")]
         if mine:
             ours = min(mine, key=lambda variant: times[variant])
-            rivals = {variant: time for variant, time in times.items() if variant == ours or variant not in mine}
-            is_right = all(getattr(record, "is_right", True) for record in of_case)
-            yield Text(headline(rivals, ours, name, is_right=is_right), style="bold")
+            others = {variant: time for variant, time in times.items() if variant == ours or variant not in mine}
+            is_right = all(getattr(each, "is_right", True) for each in of_case)
+            found.append(Comparison(name, ours, others, verified(is_right)))
+    return found
+
+
+def headlines(records: Sequence[Any], ms: str, case: Callable[[Any], str]) -> list[Text]:
+    """Return the finding of each case."""
+    return [conclusion(each.text()) for each in compare(records, ms, case)]
+
+
+def least_gain(found: Sequence[Comparison]) -> Text:
+    """Return the finding of the case in which ours gains least.
+
+    >>> times = {"even": {"fusco": 1.0, "torch": 2.0}, "skewed": {"fusco": 1.0, "torch": 1.5}}
+    >>> str(least_gain([Comparison(name, "fusco", of, "verified") for name, of in times.items()]))
+    'skewed: fusco 1.00 ms, torch 1.50 ms: 1.5 times as fast, verified; the least of 2 cases'
+    """
+    if not found:
+        return conclusion("no comparison: none of fusco's variants is verified")
+    of = f"; the least of {len(found)} cases" * (len(found) > 1)
+    return conclusion(min(found, key=lambda each: each.gain).text() + of)
+
+
+def table_of_cases(
+    records: Sequence[Any], title: str, names: Sequence[Column], ms: str, notes: Sequence[str] = ()
+) -> ResultTable:
+    """Return a table with a row for each case, which ``names`` tell apart, and a column for each variant's time."""
+
+    def case(record: Any) -> str:
+        return ", ".join(_cell(cell, record) for _, cell in names)
+
+    gains = {each.name: each.gain for each in compare(records, ms, case)}
+
+    def time(variant: str) -> Column:
+        def cell(of: Sequence[Any]) -> str:
+            return next(
+                (three_digits(value) for each in of if each.variant == variant and (value := getattr(each, ms))), "-"
+            )
+
+        return f"{variant}\nms", cell
+
+    columns: tuple[Column, ...] = (
+        *((head, partial(_cell_of_first, cell)) for head, cell in names),
+        *map(time, dict.fromkeys(record.variant for record in records)),
+        ("best other\n/ fusco", lambda of: f"{gain:.2f}" if 0 < (gain := gains.get(case(of[0]), 0)) < inf else "-"),
+        ("verified", lambda of: verified_cell(all(each.is_right for each in of))),
+    )
+    return table_of(list(_by_case(records, case).values()), title, columns, notes, left=[head for head, _ in names])
+
+
+def left_out(skipped: Mapping[str, str], num_slow: int = 0) -> str:
+    """Return what ``--explain`` shows besides: why variants cannot run, figures, iterations or ranks that are slow."""
+    not_run = f"not run here: {', '.join(skipped)}; " * bool(skipped)
+    slow = f", {plural(num_slow, 'slow iteration')} among them" * bool(num_slow)
+    return f"{not_run}--explain shows all figures{slow}"
+
+
+def _by_case(records: Sequence[Any], case: Callable[[Any], str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for record in records:
+        found.setdefault(case(record), []).append(record)
+    return found
+
+
+def _cell(cell: str | Callable[[Any], str], record: Any) -> str:
+    return cell.format(record) if isinstance(cell, str) else cell(record)
+
+
+def _cell_of_first(cell: str | Callable[[Any], str], of: Sequence[Any]) -> str:
+    return _cell(cell, of[0])
 
 
 def report(
@@ -70,7 +160,7 @@ def report(
     ``html`` is a page of the records, and of ``views`` besides.
     """
     for each in shown:
-        console.print(each)
+        console.print(each, soft_wrap=isinstance(each, Text))
     for record in records:
         for error in getattr(record, "errors", ()):
             console.print(f"[red]{name(record)}: {error}[/]")

@@ -15,7 +15,7 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
-from fusco.cli.tables import ResultTable
+from fusco.cli.tables import ResultTable, conclusion
 from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def schedule(
         _print_modes(records, console)
         is_shown = [record.is_chosen if mode == "auto" else record.mode == mode for record in records]
         _print_stages(records[is_shown.index(True)], console)
+        console.print(conclusion(_found(records)), soft_wrap=True)
     else:
         console.print("nothing to send: no node has bytes for another")
     write_json_lines(records, json)
@@ -111,6 +112,16 @@ def _print_modes(records: Sequence[ModeRecord], console: Console) -> None:
         total, time_us = f"{record.total_bytes / 1e6:,.1f}", f"{record.modelled_us:,.0f} us"
         table.add_row(record.mode + chosen, str(record.num_stages), total, f"{record.ratio:.4f}", time_us)
     console.print(table)
+
+
+def _found(records: Sequence[ModeRecord]) -> str:
+    """Return how long the chosen mode takes by the model, and the next best."""
+    best, *others = sorted(records, key=lambda record: (not record.is_chosen, record.modelled_us))
+    stages, over = plural(best.num_stages, "stage"), f"{best.ratio:.4g} times the lower bound"
+    return (
+        f"mode '{best.mode}': {stages}, {over}, {best.modelled_us:,.0f} us by the model; '{others[0].mode}' "
+        f"{others[0].modelled_us:,.0f} us"
+    )
 
 
 def _print_stages(record: ModeRecord, console: Console) -> None:

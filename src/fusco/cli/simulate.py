@@ -11,14 +11,16 @@ import typer
 from rich.console import Console
 
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.names import REPLAYED, Pattern
+from fusco.bench.names import MOST_DRAWN_RANKS, REPLAYED, SYSTEMS, Pattern
 from fusco.cli import options
-from fusco.cli.reports import report
+from fusco.cli.reports import least_gain, report
 from fusco.cli.running import choose_shape, new_console, num_devices
-from fusco.cli.simulate_tables import print_gains, table_of_papers, table_of_results, write_timeline
+from fusco.cli.simulate_tables import compare_systems, print_gains, table_of_papers, table_of_results, write_timeline
 
 if TYPE_CHECKING:
-    from fusco.simulate import Cluster, Demand, SimulationResult
+    from fusco.simulate.cluster import Cluster
+    from fusco.simulate.demand import Demand
+    from fusco.simulate.result import SimulationResult
 
 _DEFAULT_SYSTEMS = ("fusco", "no-lanes", "deepep", "nccl")
 _MOST_FLUID_RANKS = 512
@@ -48,7 +50,7 @@ class ClusterOptions:
 
     def clusters(self) -> list[Cluster]:
         """Return the cluster with each number of nodes."""
-        from fusco.simulate import load_cluster
+        from fusco.simulate.cluster import load_cluster
 
         loaded = load_cluster(self.cluster)
         if self.nodes is None:
@@ -122,21 +124,24 @@ def simulate(
     if measure:
         _measure(measure, of, device, console)
         return
-    names = options.choose_names(of.systems or _DEFAULT_SYSTEMS, [], "systems")
+    names = options.choose_names(of.systems or _DEFAULT_SYSTEMS, SYSTEMS, "systems")
     sizes = options.integers(sweep_tokens, "sweep-tokens") if sweep_tokens else [workload.tokens]
     if sweep_skew and traffic != "zipf":
         raise ValueError(f"--sweep-skew goes with --traffic zipf, not with {traffic}")
+    skews = options.numbers(sweep_skew, "sweep-skew") if sweep_skew else [1.0]
+    workload.check([traffic])
     cases = [
         (cluster, demand_of_options(replace(workload, tokens=tokens), traffic, cluster, skew))
         for cluster in of.clusters()
         for tokens in sizes
-        for skew in (options.numbers(sweep_skew, "sweep-skew") if sweep_skew else [1.0])
+        for skew in skews
     ]
     results = [each for cluster, demand in cases for each in _simulate(cluster, demand, names, of)]
     console.print(table_of_results(results))
     if len(cases) == 1:
         cluster, demand = cases[0]
         print_gains(cluster, demand, results[0], of.tier_of(demand.topology.world_size), expert_bytes, console)
+    console.print(least_gain(compare_systems(results)), soft_wrap=True)
     if files.timeline:
         write_timeline(results[0], files.timeline)
     if files.export:
@@ -145,7 +150,7 @@ def simulate(
 
 
 def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: ClusterOptions) -> Iterator[SimulationResult]:
-    from fusco.simulate import simulate as simulate_one
+    from fusco.simulate.run import simulate as simulate_one
 
     for name in names:
         for call in ("dispatch", "combine"):
@@ -154,17 +159,18 @@ def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: Cluste
 
 def demand_of_options(workload: options.WorkloadOptions, traffic: str, cluster: Cluster, skew: float = 1.0) -> Demand:
     """Return what moves on a cluster; experts are made a multiple of its ranks unless a trace has them."""
-    from fusco.bench.simulation.laws import MOST_RANKS, demand_of, drawn_demand
-
     topology = cluster.topology
-    if traffic == "skewed" or (traffic == "uniform" and topology.world_size > MOST_RANKS):
+    has_law = traffic == "skewed" or (traffic == "uniform" and topology.world_size > MOST_DRAWN_RANKS)
+    if topology.world_size > MOST_DRAWN_RANKS and not has_law:
+        raise ValueError(
+            f"--traffic {traffic} is for at most {MOST_DRAWN_RANKS} ranks; skewed and uniform are for any number"
+        )
+    from fusco.bench.simulation.laws import demand_of, drawn_demand  # it takes seconds, and sizes are right now
+
+    if has_law:
         size = workload.hidden * (4 if workload.dtype == "float32" else 2)
         return drawn_demand(
             topology, workload.tokens, workload.num_topk, size, seed=workload.seed, is_skewed=traffic == "skewed"
-        )
-    if topology.world_size > MOST_RANKS:
-        raise ValueError(
-            f"--traffic {traffic} is for at most {MOST_RANKS} ranks; skewed and uniform are for any number"
         )
     if traffic not in REPLAYED and workload.num_experts % topology.world_size:
         experts = -(-workload.num_experts // topology.world_size) * topology.world_size
@@ -184,7 +190,7 @@ def _measure(path: Path, of: ClusterOptions, device: str, console: Console) -> N
     from fusco.core.topology import Topology
     from fusco.ranks.joined_world import run_joined
     from fusco.ranks.torchrun import launched
-    from fusco.simulate import write_cluster
+    from fusco.simulate.cluster import write_cluster
 
     if not (job := launched()):
         raise ValueError("--measure measures the ranks of a job: run it under torchrun")

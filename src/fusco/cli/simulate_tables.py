@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from fusco.cli.reports import Comparison
 from fusco.cli.tables import ResultTable
 from fusco.core.timeline import Span, write_chrome_trace
 
 if TYPE_CHECKING:
     from fusco.bench.simulation.papers import PaperRow
-    from fusco.simulate import Cluster, Demand, SimulationResult
+    from fusco.simulate.cluster import Cluster
+    from fusco.simulate.demand import Demand
+    from fusco.simulate.result import SimulationResult
 
 _NOTE = "[dim]predictions of a model: docs/simulation.md has its errors[/]"
 
@@ -35,6 +38,17 @@ def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
         times = [f"{each:.3f}" for each in (dispatch.makespan_ms, combine.makespan_ms, both, dispatch.bound_ms)]
         table.add_row(dispatch.system, *shape, *times, dispatch.tier, dispatch.binds)
     return table
+
+
+def compare_systems(results: Sequence[SimulationResult]) -> list[Comparison]:
+    """Compare the first system with the others, in each case."""
+    first, cases = results[0].system, dict[str, dict[str, float]]()
+    for dispatch, combine in zip(results[::2], results[1::2], strict=True):
+        skew = "" if dispatch.skew is None else f", skew {dispatch.skew:g}"
+        name = f"{dispatch.nodes} x {dispatch.ranks_per_node} ranks, {dispatch.tokens:,} tokens{skew}"
+        if dispatch.system == first or not dispatch.system.startswith("no-"):  # without parts of fusco it is no rival
+            cases.setdefault(name, {})[dispatch.system] = dispatch.makespan_ms + combine.makespan_ms
+    return [Comparison(name, first, times, "predicted") for name, times in cases.items()]
 
 
 def print_gains(

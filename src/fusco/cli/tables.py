@@ -124,27 +124,38 @@ def _widths(extents: Sequence[Extent], width: int) -> list[int]:
     return widths
 
 
-def headline(times: Mapping[str, float], ours: str, what: str = "", *, is_right: bool = True) -> str:
+def headline(times: Mapping[str, float], ours: str, what: str = "", remark: str = "verified") -> str:
     """Return the finding of a case in a sentence: our time in ms beside the best other, and what that means.
 
     >>> headline({"fusco": 4.7, "baseline": 17.5, "ring": 30.0}, "fusco", "zipf")
     'zipf: fusco 4.70 ms, baseline 17.50 ms: 3.7 times as fast, verified'
-    >>> headline({"fusco": 0.52, "baseline": 0.4}, "fusco", is_right=False)
+    >>> headline({"fusco": 0.52, "baseline": 0.4}, "fusco", remark="NOT VERIFIED")
     'fusco 0.520 ms, baseline 0.400 ms: takes 1.3 times as long, NOT VERIFIED'
     """
     others = {name: ms for name, ms in times.items() if name != ours and ms > 0}
-    texts = [f"{ours} {_three_digits(times[ours])} ms"]
-    finding = ["verified" if is_right else "NOT VERIFIED"]
+    texts = [f"{ours} {three_digits(times[ours])} ms"]
+    finding = [remark]
     if others:
         best = min(others, key=lambda name: others[name])
-        texts.append(f"{best} {_three_digits(others[best])} ms")
+        texts.append(f"{best} {three_digits(others[best])} ms")
         ratio = others[best] / times[ours]
         finding.insert(0, f"{ratio:.1f} times as fast" if ratio >= 1 else f"takes {1 / ratio:.1f} times as long")
     return f"{f'{what}: ' * bool(what)}{', '.join(texts)}: {', '.join(finding)}"
 
 
-def _three_digits(ms: float) -> str:
+def three_digits(ms: float) -> str:
+    """Return a time of at least three digits."""
     return f"{ms:.3f}" if ms < 1 else f"{ms:,.2f}"
+
+
+def verified(is_right: bool) -> str:
+    """Return the remark on results in a headline."""
+    return "verified" if is_right else "NOT VERIFIED"
+
+
+def conclusion(text: str) -> Text:
+    """Return the sentence that a command's output ends with."""
+    return Text(text, style="bold")
 
 
 def verified_cell(is_right: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -16,8 +16,16 @@ from fusco.cli import options
 from fusco.cli.curve import Curve, draw_curves, write_picture
 from fusco.cli.options import Device, with_groups
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
-from fusco.cli.tables import ResultTable, describe_origin
-from fusco.cli.train_options import RunOptions, SavingOptions, keep_steps, num_steps_of, take_up, write_options
+from fusco.cli.tables import ResultTable, conclusion, describe_origin
+from fusco.cli.train_options import (
+    FileOptions,
+    RunOptions,
+    SavingOptions,
+    keep_steps,
+    num_steps_of,
+    take_up,
+    write_options,
+)
 from fusco.cli.train_presets import SizeOptions
 from fusco.core.requirements import check_cuda_core, check_fsdp
 from fusco.explore.wording import plural
@@ -39,18 +47,7 @@ def train(
     run: RunOptions,
     sizes: SizeOptions,
     saving: SavingOptions,
-    record_trace: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, callback=options.check_writable, help="Write the curves of losses here, as SVG."),
-    ] = None,
+    files: FileOptions,
     json: options.JsonFile = None,
 ) -> None:
     """Train a small Qwen3-MoE on real text, its experts distributed, and measure every step.
@@ -61,20 +58,21 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
+    if saving.resume:
+        given = [option.removeprefix("--").replace("-", "_") for option in options.given_options(context)]
+        run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
+        saving = take_up(saving.resume, saving, [*given, "save", "resume"])
+    saving.check(run.dispatcher)
+    targets = files.metric_targets(run.dispatcher, resumes=saving.resume is not None)
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
     from fusco.train.model import shape_of
     from fusco.train.records import summarize
 
-    if record_trace:
-        check_trace_path(record_trace)
+    if files.record_trace:
+        check_trace_path(files.record_trace)
     joined = launched()
-    if saving.resume:
-        given = [option.removeprefix("--").replace("-", "_") for option in options.given_options(context)]
-        run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
-        saving = take_up(saving.resume, saving, [*given, "save", "resume"])
-    saving.check(run.dispatcher)
     job = TrainingJob(
         device=run.device,
         num_ranks=_num_ranks(run.ranks, run.device, joined),
@@ -85,6 +83,7 @@ def train(
         eval_every=run.eval_every,
         sample_tokens=run.sample_tokens,
         export=saving.export.resolve() if saving.export else None,
+        metrics=targets,
         router_loss=_router_loss(run),
         balance_rate=run.balance_rate,
         forces_balance=run.forced_balance,
@@ -102,17 +101,18 @@ def train(
     if saves and not saves.resumes and not (joined and joined.rank):
         write_options(saves.folder, (run, sizes, saving))
     console = new_console(json)
-    runs = _run(job, saves, joined, console, keeps_routing=record_trace is not None, json=json)
+    runs = _run(job, saves, joined, console, keeps_routing=files.record_trace is not None, json=json)
     if runs is None:
         return
     records = summarize(job, runs)
     write_json_lines(records, json, appends=True)
     _print(job, records, console)
-    _show_learning(runs, console, plot)
-    if record_trace:
+    _show_learning(runs, console, files.plot)
+    console.print(conclusion(_found(records)), soft_wrap=True)
+    if files.record_trace:
         assert runs[0].routing is not None
-        write_trace(record_trace, runs[0].routing)
-        console.print(_how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+        write_trace(files.record_trace, runs[0].routing)
+        console.print(_how_to_replay(job, files.record_trace), markup=False, highlight=False, soft_wrap=True)
 
 
 def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
@@ -257,6 +257,14 @@ def _show_learning(runs: Sequence[Run], console: Console, plot: Path | None) -> 
     if runs[0].sample:
         prompt, continuation = runs[0].sample
         console.print(f"a sample: {prompt!r} continues as {continuation!r}", markup=False, highlight=False)
+
+
+def _found(records: Sequence[RunRecord]) -> str:
+    """Return what a run has learned, how fast, and how long the steps of another take beside it."""
+    one = records[0]
+    text = f"loss {one.first_loss:.3f} to {one.last_loss:.3f} nats, {one.tokens_per_s:,} tokens/s with {one.dispatcher}"
+    others = [f"a step of {of.dispatcher} takes {of.step_ms / one.step_ms:.2f} times as long" for of in records[1:]]
+    return "; ".join([text, *others])
 
 
 def _notes(records: Sequence[RunRecord]) -> list[str]:

@@ -16,6 +16,7 @@ from fusco.cli import options
 from fusco.cli.options import Device
 from fusco.cli.train_presets import PresetName
 from fusco.core.files import written_beside
+from fusco.core.requirements import RequirementError, installed
 
 _Options = TypeVar("_Options")
 _FILE = "options.json"  # in the folder of a run
@@ -110,6 +111,55 @@ class SavingOptions:
             raise ValueError("--save-every and --keep-last go with --save FOLDER")
         if self.folder and dispatcher == "both":
             raise ValueError("--dispatcher both makes two runs, but one is saved in a folder: choose one dispatcher")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOptions:
+    """Files that a run writes beside its saves."""
+
+    record_trace: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            callback=options.check_writable,
+            help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, callback=options.check_writable, help="Write the curves of losses here, as SVG."),
+    ] = None
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.csv|FILE.jsonl|FOLDER|wandb",
+            help="Write metrics of each step here, too; a folder is TensorBoard's. Several with commas, or repeated.",
+        ),
+    ] = None
+
+    def metric_targets(self, dispatcher: str, *, resumes: bool) -> tuple[str, ...]:
+        """Return where metrics are written, with whole paths.
+
+        Raises ``RequirementError`` for a package that is missing, ``ValueError`` for what cannot be written.
+        """
+        if self.metrics and dispatcher == "both":
+            raise ValueError("--dispatcher both makes two runs, but --metrics are of one: choose one dispatcher")
+        targets = options.choose_names(self.metrics, [], "metrics") if self.metrics else []
+        return tuple(_metric_target(target, resumes) for target in targets)
+
+
+def _metric_target(target: str, resumes: bool) -> str:
+    path, suffix = Path(target), Path(target).suffix
+    if suffix not in ("", ".csv", ".jsonl"):
+        raise ValueError(f"--metrics {target} is none of FILE.csv, FILE.jsonl, a folder for TensorBoard, wandb")
+    package = "" if suffix else "wandb" if target == "wandb" else "tensorboard"
+    if package and not installed(package):
+        raise RequirementError(f"--metrics {target} needs the package {package}: pip install {package}")
+    if resumes and suffix == ".csv" and path.exists():
+        raise ValueError(f"--metrics {target} has steps, and a CSV file is begun anew: choose another for --resume")
+    if package != "wandb":
+        options.check_writable(path)
+    return target if package == "wandb" else str(path.resolve())
 
 
 def write_options(folder: Path, groups: Collection[Any]) -> None:

@@ -44,14 +44,15 @@ def warm_up(
 
     In a Dockerfile: ENV FUSCO_CACHE_DIR=/opt/fusco and RUN fusco warm-up --arch sm_90
     """
-    import torch
+    given = None if arch is None else options.choose_names(arch, [], "arch")
+    for name in given or ():
+        if not _ARCHITECTURE.fullmatch(name):
+            raise ValueError(f"--arch {name!r} is not an architecture such as sm_90")
+    import torch  # it takes seconds, and names are right now
 
     from fusco.cuda.kernels.warm_up import KernelShape
 
-    architectures = _visible() if arch is None else options.choose_names(arch, [], "arch")
-    for name in architectures:
-        if not _ARCHITECTURE.fullmatch(name):
-            raise ValueError(f"--arch {name!r} is not an architecture such as sm_90")
+    architectures = _visible() if given is None else given
     if architectures:
         check_cuda_core()
         _check_supported(architectures)

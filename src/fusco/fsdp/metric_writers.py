@@ -113,3 +113,11 @@ class WandbWriter:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+def open_writer(target: str) -> MetricWriter:
+    """Return the writer of a file (.csv or .jsonl), of ``"wandb"``, or else of a folder for TensorBoard."""
+    if target == "wandb":
+        return WandbWriter()
+    suffix = Path(target).suffix
+    return CsvWriter(target) if suffix == ".csv" else JsonLinesWriter(target) if suffix else TensorBoardWriter(target)

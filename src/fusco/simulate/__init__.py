@@ -5,15 +5,3 @@ constants; ``demand`` is what must move; ``systems`` turn it into flows (``flows
 ``maxmin`` computes. Pure: it imports planner, placement, schedule and plain values; only commands and benchmarks import
 it. Every figure is a prediction.
 """
-
-from fusco.simulate.cluster import (
-    Cluster as Cluster,
-    Constant as Constant,
-    Fabric as Fabric,
-    load_cluster as load_cluster,
-    write_cluster as write_cluster,
-)
-from fusco.simulate.demand import Demand as Demand
-from fusco.simulate.result import SimulationResult as SimulationResult
-from fusco.simulate.run import simulate as simulate
-from fusco.simulate.systems import SYSTEMS as SYSTEMS

@@ -57,6 +57,7 @@ class TrainingJob:
     model: Path | None = None  # a folder of transformers to start from, instead of random weights of ``architecture``
     eval_every: int = 25  # steps between losses of held-out text; there is one after the last step, too
     sample_tokens: int = 64  # that the model writes at the end
+    metrics: tuple[str, ...] = ()  # where metrics of each step go, as for ``open_writer``
     export: Path | None = None  # where to write the model at the end, for ``from_pretrained``
     dropout: float = 0.0  # probability with which an attention probability is dropped
     # ``"fusco"`` or ``"torch"``, one run each, from the same weights and data

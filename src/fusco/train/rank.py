@@ -17,6 +17,7 @@ from fusco import fsdp
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.core.config import Settings
 from fusco.core.stopwatch import SectionTimer
+from fusco.fsdp.metric_writers import open_writer
 from fusco.ranks.progress import ProgressReporter
 from fusco.train.balance_loss import balance_loss
 from fusco.train.evaluation import generate, held_out_loss
@@ -98,10 +99,13 @@ def _run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     warmup = LambdaLR(optimizer, lambda index: min(1.0, (index + 1) / max(1, job.warmup_steps)))
     observer.num_layers = len(fsdp.expert_loads(model))
-    metrics = fsdp.Metrics(model, mesh, optimizer=optimizer, dispatcher=observer)
+    writers = [open_writer(target) for target in job.metrics] if dist.get_rank() == 0 else []
     torch.manual_seed(mix_seed(job.seed, dist.get_rank()))  # of dropout
     steps = []
-    with saving_run(saving, fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)) as saver:
+    with (
+        fsdp.Metrics(model, mesh, optimizer=optimizer, dispatcher=observer, writers=writers) as metrics,
+        saving_run(saving, fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)) as saver,
+    ):
         for index in range(saver.load(), job.num_steps):
             batch = make_batch(corpus.train, job, dist.get_rank(), index).to(job.device)
             observer.start_step()

@@ -329,14 +329,25 @@ run()
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["shuffle", "--tokens", "-1"],
-        ["shuffle", "--traffic", "rush-hour"],
-        ["shuffle", "--variants", "best"],
-        ["shuffle", "--num-topk", "200"],
-        ["shuffle", "--traffic", "uniform", "--layer", "3"],
-        ["shuffle", "--num-sms", "4"],
-        ["alltoall", "--matrix", "rush-hour"],
-        ["decode", "--tokens", "0"],
+        "bench shuffle --tokens -1",
+        "bench shuffle --traffic rush-hour",
+        "bench shuffle --variants best",
+        "bench shuffle --num-topk 200",
+        "bench shuffle --traffic uniform --layer 3",
+        "bench shuffle --num-sms 4",
+        "bench alltoall --matrix rush-hour",
+        "bench decode --tokens 0",
+        "bench host --num-topk 300",
+        "bench balance --ranks many",
+        "plan --num-topk 200",
+        "simulate --cluster nope",
+        "simulate --systems nope",
+        "simulate --nodes 0",
+        "simulate --traffic zipf --sweep-skew steep",
+        "simulate --traffic trace --nodes 200",
+        "simulate --num-topk 200",
+        "train --keep-last 2",
+        "warm-up --arch volta",
     ],
 )
 def test_wrong_values_are_refused_before_torch_is_imported(arguments):
@@ -344,7 +355,7 @@ def test_wrong_values_are_refused_before_torch_is_imported(arguments):
     code = f"""
 import sys
 from fusco.cli.main import run
-sys.argv = ["fusco", "bench", *{arguments}]
+sys.argv = ["fusco", *{arguments.split()}]
 try:
     run()
 finally:

@@ -35,7 +35,7 @@ def test_doctor_knows_the_versions_that_are_needed(monkeypatch):
 def test_doctor_writes_what_it_prints(tmp_path):
     done = run("doctor", "--json", str(tmp_path / "doctor.jsonl"))
     assert done.exit_code == 0
-    assert "what to do" in done.output
+    assert "to do: " in done.output
     written = [json.loads(line) for line in (tmp_path / "doctor.jsonl").read_text().splitlines()]
     assert {"packages", "NCCL (between nodes on CUDA)"} <= {finding["check"] for finding in written}
 

@@ -7,13 +7,19 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from fusco.bench import names
 from fusco.cli.main import app
+from fusco.simulate import systems
 
 SMALL = ("--cluster", "h100x8", "--ranks-per-node", "2", "--tokens", "64", "--hidden", "128")
 
 
 def run(*arguments):
     return CliRunner().invoke(app, ("simulate", *arguments), env={"COLUMNS": "160"})
+
+
+def test_the_names_of_systems_are_known():
+    assert tuple(systems.SYSTEMS) == names.SYSTEMS
 
 
 def test_a_run_says_what_binds_and_what_parts_bring(tmp_path):
@@ -79,7 +85,7 @@ def test_an_export_is_written(tmp_path, suffix):
         (("--nodes", "0"), "--nodes needs positive integers, got '0'"),
         (("--sweep-skew", "1"), "--sweep-skew goes with --traffic zipf, not with uniform"),
         (("--traffic", "zipf", "--sweep-skew", "-1"), "--sweep-skew needs numbers from 0 on, got '-1'"),
-        (("--systems", "none"), "system 'none' is not one of"),
+        (("--systems", "none"), "systems 'none' is not one of"),
         (("--nodes", "200", "--traffic", "trace"), "--traffic trace is for at most 1024 ranks"),
         (("--measure", "cluster.toml"), "run it under torchrun"),
     ],

@@ -6,7 +6,8 @@ import ast
 import io
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -25,6 +26,7 @@ from fusco.bench.host.times import HostRecord
 from fusco.bench.offload.copies import OffloadRecord
 from fusco.bench.prefill.records import PrefillRecord
 from fusco.bench.rails.record import RailsRecord
+from fusco.bench.rails.suite import BENCHMARKS
 from fusco.bench.schedule import ModeRecord, ScheduleRecord
 from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord
 from fusco.bench.simulation.papers import PaperRow
@@ -47,8 +49,10 @@ from fusco.cli.doctor import Finding
 from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology
 from fusco.rails.usage import RailUse
-from fusco.simulate import Demand, load_cluster, simulate
-from fusco.train.records import RunRecord
+from fusco.simulate.cluster import load_cluster
+from fusco.simulate.demand import Demand
+from fusco.simulate.run import simulate
+from fusco.train.records import Run, RunRecord, StepRecord
 
 CLI = ROOT / "src" / "fusco" / "cli"
 VALUES = {
@@ -85,11 +89,6 @@ def device_records(cls, peaks, **given):
 
 def loads(num_ranks=4):
     return [wide(RankLoad, rank=rank, node=rank // 2) for rank in range(num_ranks)]
-
-
-def show(console, tables):
-    for table in tables:
-        console.print(table)
 
 
 def print_shuffle(console, records):
@@ -151,38 +150,53 @@ def print_host(console):
     )
 
 
-def print_offload(console):
+def print_offload(console, explain=True):
     results = {"GB/s": 122239.0625, "share of the link": 0.123456, "ms, of the slowest": 1.593e-7, "memory, MiB": 1e9}
     given = {"case": "1.5 GiB from GPU 0, both links busy", "hardware": GPUS, "results": results}
-    show(
-        console,
-        bench_links._tables(
-            [wide(OffloadRecord, variant="cudaMemcpyAsync", **given)] * 2, bench_links._OFFLOAD_COLUMNS, "g"
-        ),
-    )
+    records = [
+        wide(OffloadRecord, benchmark=name, variant=variant, **given)
+        for name in ("sizes", "both-busy")
+        for variant in ("cudaMemcpyAsync", "D4 + D2")
+    ]
+    bench_links._print(records, bench_links._OFFLOAD_COLUMNS, "g", ("torch",), console, explain=explain)
 
 
-def print_rails(console):
+def print_rails(console, explain=True):
     results = {f"{name} Gbit/s, of 8 in all": 122239.5 for name in ("receives", "sends", "sends without the borrowed")}
-    given = {"case": "4 senders to one receiver", "policy": "fuselink-paper", "results": results}
-    show(console, bench_links._tables([wide(RailsRecord, **given)] * 2, bench_links._RAILS_COLUMNS, ",.3g"))
+    records = [
+        wide(RailsRecord, benchmark=name, case="4 senders to one receiver", policy=policy, results=results)
+        for name in BENCHMARKS
+        for policy in ("fuselink", "fuselink-paper", "spray", "direct")
+    ]
+    records = [replace(each, hardware=GPUS, versions={"pyroute2": "0.9"}) for each in records]
+    bench_links._print(records, bench_links._RAILS_COLUMNS, ",.3g", ("pyroute2",), console, explain=explain)
 
 
-def print_prefill(console):
+def print_prefill(console, explain=True):
     job = SimpleNamespace(num_ranks=8, device="cuda", tokens=8192, dtype="bfloat16", shape=MODEL, num_iterations=20)
     job.variants = ("fusco", "baseline")
-    case = {"batch": "ragged prompts", "routing": "random", "lengths": [], "errors": [], "iterations": [], "job": {}}
+    case = {"lengths": [], "errors": [], "iterations": [], "job": {}}
     given = {**case, "hardware": GPUS, "versions": {"torch": "2.11.0", "transformers": "5.9.1"}}
-    records = [wide(PrefillRecord, variant=name, **given) for name in job.variants]
-    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console, explain=True)
+    records = [
+        wide(PrefillRecord, variant=name, routing=routing, batch=batch, **given)
+        for routing in ("random", "trace")
+        for batch in ("1 prompt", "4 prompts", "ragged prompts", "skewed prompts")
+        for name in job.variants
+    ]
+    bench_prefill._print(job, records, {"deep_ep": "not installed"}, console, explain=explain)
 
 
-def print_decode(console):
+def print_decode(console, explain=True):
     job = SimpleNamespace(num_ranks=8, device="cuda", dtype="fp8", context=4096, routing="random", num_iterations=50)
     job.shape, job.variants = MODEL, ("fusco", "fusco-masked", "allgather")
-    given = {"errors": [], "job": {}, "hardware": GPUS, "versions": {"torch": "2.11.0"}, "micro_batches": 2}
-    records = [wide(DecodeRecord, variant=name, tokens=n, **given) for n in (1, 512) for name in job.variants]
-    bench_decode._print(job, records, {"deep_ep": "deep_ep is not installed"}, console)
+    given = {"errors": [], "job": {}, "hardware": GPUS, "versions": {"torch": "2.11.0"}}
+    records = [
+        wide(DecodeRecord, variant=name, tokens=tokens, micro_batches=parts, **given)
+        for tokens in (1, 8, 32, 64, 128, 256, 512)
+        for parts in (1, 2)
+        for name in job.variants
+    ]
+    bench_decode._print(job, records, {"deep_ep": "deep_ep is not installed"}, console, explain=explain)
 
 
 def print_bench_schedule(console):
@@ -195,7 +209,11 @@ def print_train(console):
     job = SimpleNamespace(shape=MODEL, num_ranks=8, device="cuda", ep_size=8, tokens=8192, dtype="bfloat16")
     job.activation_checkpointing, job.num_steps, job.model, job.architecture = "selective", 200, None, "qwen3_moe"
     given = {"hardware": GPUS, "job": {"num_ranks": 8}, "versions": {"torch": "2.11.0", "transformers": "5.9.1"}}
-    train._print(job, [wide(RunRecord, dispatcher=name, **given) for name in ("fusco", "torch")], console)
+    records = [wide(RunRecord, dispatcher=name, **given) for name in ("fusco", "torch")]
+    train._print(job, records, console)
+    steps = [wide(StepRecord, step=step, loss=5.0 - step, dispatcher="fusco") for step in range(3)]
+    train._show_learning([Run(steps, 1, 0, None, ("def", " main"))], console, None)
+    console.print(train._found(records), soft_wrap=True)
 
 
 def print_segments(console):
@@ -241,8 +259,12 @@ TABLES = {
     "host": print_host,
     "offload": print_offload,
     "rails of a bench": print_rails,
+    "overview of rails": partial(print_rails, explain=False),
+    "overview of copies": partial(print_offload, explain=False),
     "prefill": print_prefill,
+    "cases of a prefill": partial(print_prefill, explain=False),
     "decode": print_decode,
+    "cases of a decode": partial(print_decode, explain=False),
     "bench of schedules": print_bench_schedule,
     "plan": print_plan,
     "plan of a batch": print_batch,

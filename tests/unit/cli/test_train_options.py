@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fusco.cli import running, train as cli_train
+from fusco.cli import running, train as cli_train, train_options
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, StepProgress
 from fusco.cli.train import train
+from fusco.cli.train_options import FileOptions
 from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks import torchrun
@@ -33,6 +34,31 @@ def test_only_known_names_are_taken():
     done = CliRunner().invoke(app, ["train", "--activation-checkpointing", "some"])
     assert done.exit_code == 2
     assert all(name in done.output for name in ("'none'", "'full'", "'selective'"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs"], "--metrics runs needs the package tensorboard: pip install tensorboard"),
+        (["steps.csv,wandb"], "--metrics wandb needs the package wandb: pip install wandb"),
+        (["steps.txt"], "--metrics steps.txt is none of FILE.csv, FILE.jsonl, a folder for TensorBoard, wandb"),
+        (["steps.csv", "--dispatcher", "both"], "--metrics are of one: choose one dispatcher"),
+    ],
+)
+def test_metrics_that_cannot_be_written_are_refused_before_anything_starts(arguments, message, monkeypatch):
+    pytest.importorskip("transformers", reason="fusco train needs it")
+    monkeypatch.setattr(cli_train, "run_on_ranks", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(train_options, "installed", lambda _: "")
+    done = CliRunner().invoke(app, ["train", "--metrics", *arguments])
+    assert message in str(done.exception)
+
+
+def test_a_csv_file_with_steps_is_not_begun_anew_by_a_run_that_goes_on(tmp_path):
+    written = tmp_path / "steps.csv"
+    written.write_text("step,loss\n1,5.5\n")
+    with pytest.raises(ValueError, match=r"steps\.csv has steps, and a CSV file is begun anew"):
+        FileOptions(metrics=[str(written)]).metric_targets("fusco", resumes=True)
+    assert FileOptions(metrics=[str(written)]).metric_targets("fusco", resumes=False) == (str(written),)
 
 
 @pytest.mark.parametrize("name", get_args(PresetName))

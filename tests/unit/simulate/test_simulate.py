@@ -18,15 +18,17 @@ from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.routing import Routing
 from fusco.schedule import lower_bound_bytes
-from fusco.simulate import SYSTEMS, Cluster, Constant, Demand, Fabric, load_cluster, simulate, write_cluster
 from fusco.simulate.advice import describe_binding, gain_of_replicas, gains_of_parts
-from fusco.simulate.cluster import names_of_clusters
+from fusco.simulate.cluster import Cluster, Constant, Fabric, load_cluster, names_of_clusters, write_cluster
+from fusco.simulate.demand import Demand
 from fusco.simulate.exchanges import links_of
 from fusco.simulate.export import check_export, write_export
 from fusco.simulate.export.chakra import read_chakra
 from fusco.simulate.export.goal import read_goal
 from fusco.simulate.export.htsim import read_htsim
 from fusco.simulate.messages import messages_of
+from fusco.simulate.run import simulate
+from fusco.simulate.systems import SYSTEMS
 
 ROW = 1000
 

@@ -15,7 +15,6 @@ from fusco.core.topology import Topology
 from fusco.simulate.demand import Demand
 
 _MOST_DRAWN = 1 << 18  # tokens of all ranks that are drawn; a rank's other tokens are like those
-MOST_RANKS = 1024  # for which tokens are drawn
 _SKEWED_TOKENS = 0.5  # Beta(0.5, 0.5) of twice the mean: many ranks with few tokens, or with nearly twice the mean
 _SKEWED_NODES = 8.0  # Gamma(8): popularity of nodes, standard deviation 35 % of the mean
 

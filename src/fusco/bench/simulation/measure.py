@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.topology import Topology
-from fusco.simulate import Cluster, Constant
+from fusco.simulate.cluster import Cluster, Constant
 
 _NUM_BYTES, _NUM_MESSAGES, _NUM_REPEATS = 16 << 20, 10, 3
 

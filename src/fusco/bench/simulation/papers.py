@@ -22,11 +22,12 @@ from fusco.bench.simulation.laws import demand_of, grouped_gate, imbalanced
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.schedule import lower_bound_bytes, make_schedule, schedule_us
-from fusco.simulate import Cluster, Demand, load_cluster, simulate
+from fusco.simulate.cluster import Cluster, load_cluster
+from fusco.simulate.demand import Demand
 from fusco.simulate.exchanges import links_of
 from fusco.simulate.flows import Hop, Program, lay_out, run
 from fusco.simulate.links import LinkTable
-from fusco.simulate.run import Tier
+from fusco.simulate.run import Tier, simulate
 
 _NUM_DRAWS = 5  # of FAST's matrices; the median counts
 _TOKENS, _EXPERTS, _TOPK, _ROW = 16384, 256, 8, 14336  # FUSCO, Table 2; bf16 is assumed
