@@ -41,16 +41,9 @@ def train(
     saving: SavingOptions,
     record_trace: Annotated[
         Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
-        ),
+        options.written_file("Write the last step's routing here (npz or npy), for fusco bench --trace."),
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, callback=options.check_writable, help="Write the curves of losses here, as SVG."),
-    ] = None,
+    plot: Annotated[Path | None, options.written_file("Write the curves of losses here, as SVG.")] = None,
     json: options.JsonFile = None,
 ) -> None:
     """Train a small Qwen3-MoE on real text, its experts distributed, and measure every step.
