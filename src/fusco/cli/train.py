@@ -54,6 +54,7 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
+    from fusco.bench.harness.environment import record_of
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
     from fusco.train.job import TrainingJob
@@ -68,27 +69,17 @@ def train(
         run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
         saving = take_up(saving.resume, saving, [*given, "save", "resume"])
     saving.check(run.dispatcher)
-    job = TrainingJob(
-        device=run.device,
+    job = record_of(
+        TrainingJob,
+        run,
         num_ranks=_num_ranks(run.ranks, run.device, joined),
-        ep_size=run.ep_size,
         num_steps=run.steps,
-        architecture=run.architecture,
         model=run.model.resolve() if run.model else None,
-        eval_every=run.eval_every,
-        sample_tokens=run.sample_tokens,
         export=saving.export.resolve() if saving.export else None,
         router_loss=_router_loss(run),
-        balance_rate=run.balance_rate,
         forces_balance=run.forced_balance,
         spare_places=run.spare_places if run.balance else 0,
-        dropout=run.dropout,
         dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
-        activation_checkpointing=run.activation_checkpointing,
-        seed=run.seed,
-        text=run.text,
-        text_bytes=run.text_bytes,
-        timeout_s=run.timeout_s,
         **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
     )
     saves = _saving(saving, job)
