@@ -54,11 +54,8 @@ def train(
     On GPUs: fusco train --preset large --device cuda --dispatcher both
     """
     check_fsdp("fusco train")  # before anything is imported that takes seconds
-    from fusco.bench.harness.environment import record_of
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
-    from fusco.train.job import TrainingJob
-    from fusco.train.model import shape_of
     from fusco.train.records import summarize
 
     if record_trace:
@@ -69,19 +66,7 @@ def train(
         run, sizes = take_up(saving.resume, run, given), take_up(saving.resume, sizes, given)
         saving = take_up(saving.resume, saving, [*given, "save", "resume"])
     saving.check(run.dispatcher)
-    job = record_of(
-        TrainingJob,
-        run,
-        num_ranks=_num_ranks(run.ranks, run.device, joined),
-        num_steps=run.steps,
-        model=run.model.resolve() if run.model else None,
-        export=saving.export.resolve() if saving.export else None,
-        router_loss=_router_loss(run),
-        forces_balance=run.forced_balance,
-        spare_places=run.spare_places if run.balance else 0,
-        dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
-        **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
-    )
+    job = _job(run, sizes, saving, joined)
     saves = _saving(saving, job)
     if saves and not saves.resumes and not (joined and joined.rank):
         write_options(saves.folder, (run, sizes, saving))
@@ -97,6 +82,27 @@ def train(
         assert runs[0].routing is not None
         write_trace(record_trace, runs[0].routing)
         console.print(_how_to_replay(job, record_trace), markup=False, highlight=False, soft_wrap=True)
+
+
+def _job(run: RunOptions, sizes: SizeOptions, saving: SavingOptions, joined: Launched | None) -> TrainingJob:
+    """Return the run; ``ValueError`` for values that do not fit together."""
+    from fusco.bench.harness.environment import record_of
+    from fusco.train.job import TrainingJob
+    from fusco.train.model import shape_of
+
+    return record_of(
+        TrainingJob,
+        run,
+        num_ranks=_num_ranks(run.ranks, run.device, joined),
+        num_steps=run.steps,
+        model=run.model.resolve() if run.model else None,
+        export=saving.export.resolve() if saving.export else None,
+        router_loss=_router_loss(run),
+        forces_balance=run.forced_balance,
+        spare_places=run.spare_places if run.balance else 0,
+        dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
+        **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
+    )
 
 
 def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
