@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import loss_sum, make_batch, make_model, num_targets, together
-from fsdp_runs import Run, difference, dispatcher_of, mesh_of
+from fsdp_runs import Run, difference, dispatcher_of, mesh_of, whole_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusco import fsdp
@@ -108,7 +107,7 @@ def read(
     if is_on_meta:
         fsdp.materialize(model, "cpu")
     fsdp.load_hugging_face(path, model)
-    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+    return {name: whole_of(tensor) for name, tensor in model.state_dict().items()}
 
 
 def adapters_on_meta(_: dist.ProcessGroup, path: Path, **changes: Any) -> dict[str, torch.Tensor]:
@@ -121,7 +120,7 @@ def adapters_on_meta(_: dist.ProcessGroup, path: Path, **changes: Any) -> dict[s
     fsdp.load_hugging_face(path, model)
     with torch.no_grad():
         logits = model(input_ids=make_batch(0, 1).ids).logits
-    return {name: _whole(each) for name, each in model.state_dict().items() if "lora_" in name} | {"logits": logits}
+    return {name: whole_of(each) for name, each in model.state_dict().items() if "lora_" in name} | {"logits": logits}
 
 
 def error_of_reading(_: dist.ProcessGroup, path: Path, **changes: Any) -> str:
@@ -143,7 +142,7 @@ def merge(_: dist.ProcessGroup, path: Path, safe_merge: bool, expert_dim: int = 
     with pytest.raises(ValueError, match="are gathered by") as error:
         merged(input_ids=ids)
     fsdp.save_hugging_face(path, merged)
-    return Merged({name: _whole(tensor) for name, tensor in merged.state_dict().items()}, logits, str(error.value))
+    return Merged({name: whole_of(tensor) for name, tensor in merged.state_dict().items()}, logits, str(error.value))
 
 
 def error_of_merging_whole_copies(_: dist.ProcessGroup) -> str:
@@ -168,8 +167,3 @@ def _parallel(model: nn.Module, expert_dim: int = 1) -> nn.Module:
     sharding = fsdp.Sharding(expert_dim=expert_dim)
     fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group), sharding)
     return model
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from fsdp_architectures import find_roots, make_root
 from fsdp_models import make_batch, make_model, together
-from fsdp_runs import Run, dispatcher_of, mesh_of, parallel, step
+from fsdp_runs import Run, dispatcher_of, mesh_of, parallel, step, whole_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fusco import fsdp
 from fusco.fsdp.expert_bias import find_expert_biases
@@ -97,7 +96,7 @@ def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, tuple[
 
 
 def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> tuple[str, str, tuple[int, ...]]:
-    before = {name: _whole(bias) for name, bias in biases.items()}
+    before = {name: whole_of(bias) for name, bias in biases.items()}
     for each in counted_layers(model):
         first = each.layer.dispatcher.group.rank() * each.num_experts // 2
         each.layer.counter.add(1 + first + torch.arange(each.num_experts // 2))
@@ -105,7 +104,7 @@ def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> tuple[str, st
         fsdp.update_expert_bias(model, 0.5)
         for each in counted_layers(model):
             if each.name in biases:
-                change = _whole(biases[each.name]) - before[each.name]
+                change = whole_of(biases[each.name]) - before[each.name]
                 expected = torch.zeros_like(change)
                 expected[..., : each.num_experts // 2] = 0.5
                 expected[..., each.num_experts // 2 : each.num_experts] = -0.5
@@ -128,7 +127,3 @@ def errors_of_update(_: dist.ProcessGroup) -> list[str]:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         fsdp.expert_loads(make_model("qwen3"))
     return [*texts, str(error.value)]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import Batch, loss_sum, make_model, num_targets, together
-from fsdp_runs import Run, dispatcher_of, mesh_of
+from fsdp_runs import Run, dispatcher_of, mesh_of, whole_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fusco import fsdp
@@ -124,7 +123,7 @@ def load_without_optimizer(
         fsdp.save_checkpoint(model_path, model)
     with _trainer(run) as (again, _):
         fsdp.load_checkpoint(model_path, again)
-    return [{name: _whole(p) for name, p in each.named_parameters()} for each in (model, again)]
+    return [{name: whole_of(p) for name, p in each.named_parameters()} for each in (model, again)]
 
 
 def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> tuple[dict[str, torch.Tensor], int]:
@@ -151,7 +150,7 @@ def load_export(_: dist.ProcessGroup, run: Run, path: Path, **changes: int) -> t
     fsdp.materialize(model, "cpu")
     with mock.patch.object(_Source, "read", watched), mock.patch.object(_Files, "read", reading):
         fsdp.load_hugging_face(path, model)
-    return {name: _whole(tensor) for name, tensor in model.state_dict().items()}, max(sizes)
+    return {name: whole_of(tensor) for name, tensor in model.state_dict().items()}, max(sizes)
 
 
 def errors_of_import(_: dist.ProcessGroup, kind: str, path: Path) -> dict[str, str]:
@@ -195,7 +194,7 @@ def export(_: dist.ProcessGroup, run: Run, path: Path) -> dict[str, torch.Tensor
     with _trainer(run) as (model, optimizer):
         _step(model, optimizer, 0)
         fsdp.save_hugging_face(path, model)
-        return {name: _whole(tensor) for name, tensor in model.state_dict().items()}
+        return {name: whole_of(tensor) for name, tensor in model.state_dict().items()}
 
 
 def export_files(_: dist.ProcessGroup, run: Run, path: Path, max_file_bytes: int) -> None:
@@ -265,9 +264,4 @@ def _state_and_next(model: nn.Module, optimizer: AdamW) -> State:
 def _state(model: nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
     moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     tensors = {name: value for name, value in moments.items() if isinstance(value, torch.Tensor)}
-    return {name: _whole(tensor) for name, tensor in {**dict(model.named_parameters()), **tensors}.items()}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return {name: whole_of(tensor) for name, tensor in {**dict(model.named_parameters()), **tensors}.items()}

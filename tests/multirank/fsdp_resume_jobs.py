@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from fsdp_architectures import make_root
 from fsdp_models import make_model
-from fsdp_runs import mesh_of
+from fsdp_runs import mesh_of, whole_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from fusco import fsdp
@@ -145,12 +144,7 @@ def _go_on(model: nn.Module, optimizer: Optimizer) -> Moments:
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     moments = {}
     for name, parameter in model.named_parameters():
-        moments[name] = _whole(parameter)
+        moments[name] = whole_of(parameter)
         for what, value in optimizer.state.get(parameter, {}).items():
-            moments[f"{name}.{what}"] = _whole(value)
+            moments[f"{name}.{what}"] = whole_of(value)
     return moments
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fsdp_models import SEQUENCE, VOCABULARY, Batch, loss_sum, make_model, num_targets
-from fsdp_runs import Run, dispatcher_of, mesh_of
+from fsdp_runs import Run, dispatcher_of, mesh_of, whole_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
@@ -70,10 +69,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {
-            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-            for name, tensor in self.model.named_parameters()
-        }
+        return {name: whole_of(tensor) for name, tensor in self.model.named_parameters()}
 
 
 @contextlib.contextmanager

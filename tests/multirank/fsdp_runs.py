@@ -127,8 +127,14 @@ def import_models(_: dist.ProcessGroup) -> None:
 def difference(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
     """Return the largest difference, in units of the largest value."""
     assert ours is not None
-    whole = (ours.full_tensor() if isinstance(ours, DTensor) else ours).to(theirs.device)
-    assert whole.shape == theirs.shape
+    found = whole_of(ours).to(theirs.device)
+    assert found.shape == theirs.shape
     if not theirs.any():
-        return float(whole.any())
-    return float((whole - theirs).abs().max() / theirs.abs().max())
+        return float(found.any())
+    return float((found - theirs).abs().max() / theirs.abs().max())
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the values of all ranks."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

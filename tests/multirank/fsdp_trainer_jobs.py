@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from fsdp_models import SEQUENCE, Batch, loss_sum, make_batch, make_model, num_targets, step_alone, together
-from fsdp_runs import LIMIT_S, mesh_of
+from fsdp_runs import LIMIT_S, mesh_of, whole_of
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
 
@@ -152,7 +151,7 @@ def weights_of_run(
                 trainer.add_callback(_Stop(last))
             checkpoint = fsdp.TrainerCheckpoint(folder / "run", every=2, keep_last=2)
             checkpoint.train(trainer)
-            weights = {name: _whole(tensor) for name, tensor in model.named_parameters()}
+            weights = {name: whole_of(tensor) for name, tensor in model.named_parameters()}
             history = [each for each in trainer.state.log_history if "loss" in each]
     return weights, [_shown(each, "step", "loss", "grad_norm", "learning_rate") for each in history]
 
@@ -199,7 +198,7 @@ def difference_of_lightning(_: dist.ProcessGroup, snippet: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(float((_whole(ours) - theirs.detach()).abs().max()) for ours, theirs in pairs)
+    return max(float((whole_of(ours) - theirs.detach()).abs().max()) for ours, theirs in pairs)
 
 
 def write_tokenizer(path: Path) -> None:
@@ -265,8 +264,3 @@ class _Stop(transformers.TrainerCallback):
 
 def _shown(logged: dict[str, float], *keys: str) -> dict[str, float]:
     return {key: logged[key] for key in keys}
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

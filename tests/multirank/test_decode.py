@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fusco.bench.decode.exchanges import VARIANTS, obstacle
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.prefill.job import TINY
+from fusco.bench.harness.model_job import TINY
 from fusco.cli.main import app
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]

@@ -15,7 +15,8 @@ pytest.importorskip("transformers", reason="fusco bench prefill needs transforme
 from prefill_jobs import WRONG, prefill_moved_wrongly
 
 import fusco
-from fusco.bench.prefill.job import TINY, PrefillJob
+from fusco.bench.harness.model_job import TINY
+from fusco.bench.prefill.job import PrefillJob
 from fusco.cli.main import app
 from fusco.core.requirements import installed, is_recent
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusco.core.quantization import Quantize
+from fusco.api.dequantization import DequantizeRows
+from fusco.core.quantization import Quantize, dequantize_rows
 from fusco.core.rows import expert_rows_shape
 from fusco.engine.base import Plan
 
@@ -143,9 +144,14 @@ class Dispatched:
         Gradients go straight through if ``Quantize.straight_through`` says so. Raises ``ValueError`` unless the rows
         are quantised.
         """
-        from fusco.api.quantized import dequantized  # noqa: PLC0415  it makes what this class is
-
-        return dequantized(self, dtype)
+        wanted = dtype or self.dtype
+        if self.quantize is None or wanted is None:
+            raise ValueError("this dispatch was not quantised, so its rows are what was sent: read sent.rows")
+        described = self.rows, self.payloads[1], self.quantize, wanted
+        if self.gradients is None:
+            return dequantize_rows(*described)
+        rows: torch.Tensor = DequantizeRows.apply(self.gradients, *described)  # type: ignore[no-untyped-call]
+        return rows
 
     def wait(self) -> None:
         """Make the current CUDA stream wait for this dispatch, but for no call launched after it.

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fusco.api.handle import Dispatched, Handle
 from fusco.api.validation import Validator
 from fusco.core.config import Launch
-from fusco.core.quantization import Quantize, dequantize_rows
+from fusco.core.quantization import Quantize
 from fusco.core.rows import wants_grad
 from fusco.engine.quantizer import Origin, Quantizer
 
@@ -79,39 +78,3 @@ def _described(quantize: Quantize, x: torch.Tensor) -> str:
     """Return what must be equal on all ranks beyond the dtypes and shapes of values and scales."""
     options = f"{quantize.format}, {quantize.rule}, {quantize.columns}, {quantize.global_scale}"
     return f"{options}, gradients of {x.dtype}" if wants_grad(x) else options
-
-
-class DequantizeRows(torch.autograd.Function):
-    """Rows that values and scales stand for; gradients go straight through to ``Dispatched.gradients``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ARG004  nothing is kept
-        gradients: torch.Tensor,  # noqa: ARG004  an input for its gradient alone
-        sent: Dispatched,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Dequantise."""
-        return _dequantized(sent, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
-        """Pass the gradient on."""
-        return grad_rows, None, None
-
-
-def dequantized(sent: Dispatched, dtype: torch.dtype | None) -> torch.Tensor:
-    """See ``Dispatched.dequantize``."""
-    wanted = dtype or sent.dtype
-    if sent.quantize is None or wanted is None:
-        raise ValueError("this dispatch was not quantised, so its rows are what was sent: read sent.rows")
-    if sent.gradients is None:
-        return _dequantized(sent, wanted)
-    rows: torch.Tensor = DequantizeRows.apply(sent.gradients, sent, wanted)  # type: ignore[no-untyped-call]
-    return rows
-
-
-def _dequantized(sent: Dispatched, dtype: torch.dtype) -> torch.Tensor:
-    assert sent.quantize is not None
-    return dequantize_rows(sent.rows, sent.payloads[1], sent.quantize, dtype)

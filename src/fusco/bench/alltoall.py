@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
-from fusco.bench.harness.environment import Measurement, record_of
+from fusco.bench.harness.environment import VerifiedMeasurement, record_of
 from fusco.bench.harness.links import LinkPeaks, measure_links
 from fusco.bench.harness.rounds import measure_in_turn, slowest_median
 from fusco.bench.harness.stopwatch import RankTimer
@@ -116,7 +116,7 @@ def _verify(variants: _Variants, rank: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeRecord(Exchange, Measurement):
+class ExchangeRecord(Exchange, VerifiedMeasurement):
     """One matrix's line. Times in milliseconds: medians over iterations of the slowest rank's.
 
     ``internode_bytes`` of all ranks were counted while fusco sent them. Every byte must be sent between nodes once, so
@@ -131,7 +131,6 @@ class ExchangeRecord(Exchange, Measurement):
 
     nodes: int
     ranks_per_node: int
-    verified: bool
     fusco_ms: float
     planning_ms: float
     wire_ms: float
@@ -151,7 +150,6 @@ class ExchangeRecord(Exchange, Measurement):
     num_iterations: int
     slice_bytes: int | None
     ring_depth: int
-    errors: list[str]
 
     @property
     def is_right(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from fusco.api.memory_size import memory_size_hint
 from fusco.bench.balance import BalancedBatch, balance_batch
+from fusco.bench.harness.environment import record_of
 from fusco.bench.inputs.traffic import Workload
 from fusco.bench.plan_world import plan_cost, plan_world, traffic_of
 from fusco.core.config import Capacity
@@ -88,14 +89,13 @@ def explain(workload: Workload, balancer: str, spare_places: int | None = None) 
     sizes = {"max_tokens_per_rank": workload.tokens, "max_bytes_per_token": workload.bytes_per_token}
     memory = memory_size_hint(topology, Capacity(**sizes, num_topk=workload.num_topk))
     rows = np.stack([plain.sent_rows, plain.received_rows, lanes.sent_rows, lanes.received_rows], 1).tolist()
-    return PlanRecord(
+    return record_of(
+        PlanRecord,
+        workload,
+        workload.placement,
+        topology,
         traffic=workload.pattern,
         nodes=topology.num_nodes,
-        ranks_per_node=topology.ranks_per_node,
-        tokens=workload.tokens,
-        num_experts=workload.placement.num_experts,
-        num_topk=workload.num_topk,
-        bytes_per_token=workload.bytes_per_token,
         balancer=balancer,
         node_to_node_rows=traffic.num_rows.sum(axis=1).tolist(),
         ranks=[RankLoad(rank, node, *rows[rank]) for rank, node in enumerate(topology.rank_to_node)],

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.reports import Column, left_out, report, table_of, table_of_cases
-from fusco.cli.running import check_room, new_console, run_model
+from fusco.cli.bench_models import ModelOptions, begin_results, describe_shape, print_variants
+from fusco.cli.reports import Column, report, table_of, table_of_cases
+from fusco.cli.running import new_console, run_model
 from fusco.cli.tables import conclusion, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.requirements import check_fsdp
@@ -26,14 +24,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(ModelOptions):
     """Options that describe the model, the cases and the variants, and the job that they describe."""
 
-    model: Annotated[
-        Literal["tiny", "qwen3-30b-a3b"] | None,
-        typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b."),
-    ] = None
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None
     tokens: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,9 +36,6 @@ class DecodeOptions:
     micro_batches: Annotated[
         list[str], typer.Option(metavar="[1|2],...", help="Parts of a step; of two, one computes as one travels.")
     ] = ("1,2",)  # type: ignore[assignment]  # typer makes a list of it
-    variants: Annotated[
-        list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
-    ] = None
     dtype: Annotated[
         Literal["bfloat16", "fp8", "float32"], typer.Option(help="Of experts' weights and rows; fp8 has scales.")
     ] = "bfloat16"
@@ -60,28 +50,21 @@ class DecodeOptions:
         ),
     ] = "random"
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed steps. Default: 50, of tiny 20.")] = None
-    seed: options.Seed = 0
-    timeout_s: options.Timeout = 60.0
 
     def job(self, place: PlaceOptions) -> tuple[DecodeJob, dict[str, str]]:
         """Return the job, and why variants that are not in it cannot run."""
         if self.tokens:
             options.integers(self.tokens, "tokens")
         micro_batches = tuple(options.integers(self.micro_batches, "micro-batches"))
+        from fusco.bench.decode.exchanges import VARIANTS, obstacle
         from fusco.bench.decode.job import DecodeJob
-        from fusco.bench.prefill.job import TINY
-        from fusco.fsdp.qwen3 import Qwen3Shape
 
-        topology = place.topology(num_cpu_nodes=1)
-        chosen, skipped = _choose_variants(self.variants, place.device, self.dtype)
-        is_tiny = self.model == "tiny" or (self.model is None and place.device == "cpu")
-        shape = TINY if is_tiny else Qwen3Shape()
+        common, is_tiny = self.common(place), self.is_tiny(place.device)
+        wanted = options.choose_names(self.variants, list(VARIANTS), "variants")
+        chosen, skipped = options.runnable(wanted, lambda name: obstacle(name, place.device, self.dtype))
         tokens = self.tokens or ["1,8,32" if is_tiny else "1,8,32,64,128,256,512"]
         job = DecodeJob(
-            shape=replace(shape, num_layers=self.layers or shape.num_layers),
-            device=place.device,
-            num_ranks=topology.world_size,
-            ranks_per_node=topology.ranks_per_node,
+            **common,
             tokens=tuple(options.integers(tokens, "tokens")),
             micro_batches=micro_batches,
             variants=chosen,
@@ -89,8 +72,6 @@ class DecodeOptions:
             context=self.context,
             routing=self.routing,
             num_iterations=self.iterations or (20 if is_tiny else 50),
-            seed=self.seed,
-            timeout_s=self.timeout_s,
         )
         return job, skipped
 
@@ -113,34 +94,17 @@ def decode(
     """
     check_fsdp("fusco bench decode", ("torch",))
     job, skipped = what.job(place)
-    from fusco.bench.prefill.records import SkippedRecord
+    from fusco.bench.decode.rank import decode_rank
     from fusco.cpu.kernels.warm_up import warm_up_cpu
 
     place.run_there((warm_up_cpu,))
     console = new_console(json)
-    if json and os.environ.get("RANK", "0") == "0":
-        write_json_lines([SkippedRecord(variant=name, reason=why) for name, why in skipped.items()], json)
-    records = _run(job, console, json)
+    begin_results(json, skipped)
+    records = run_model(decode_rank, job, ("weights and caches (--layers, --context)", job.num_bytes), console, json)
     if records is None:
         return
     _print(job, records, skipped, console, explain=explain)
     report(records, [], console, None, _name)
-
-
-def _choose_variants(given: Sequence[str] | None, device: str, dtype: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    from fusco.bench.decode.exchanges import VARIANTS, obstacle
-
-    wanted = options.choose_names(given, list(VARIANTS), "variants")
-    return options.runnable(wanted, lambda name: obstacle(name, device, dtype))
-
-
-def _run(job: DecodeJob, console: Console, json: Path | None) -> list[DecodeRecord] | None:
-    """Run the job; problems of the machine raise before any process starts."""
-    from fusco.bench.decode.rank import decode_rank
-
-    if job.device == "cpu":
-        check_room("weights and caches (--layers, --context)", job.num_bytes, job.num_ranks)
-    return run_model(decode_rank, job, console, json)
 
 
 def _case(record: DecodeRecord) -> tuple[int, int]:
@@ -157,12 +121,10 @@ def _print(
     from fusco.bench.decode.exchanges import VARIANTS
     from fusco.bench.decode.records import headline
 
-    shape = job.shape
     attention = f"attention to {job.context} tokens" if job.context else "without attention"
     title = (
         f"decode, {plural(job.num_ranks, 'rank')} on {job.device}, {job.dtype}, {attention}, {job.routing} routing: "
-        f"{plural(shape.num_layers, 'layer')}, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} "
-        f"experts of width {shape.moe_intermediate}"
+        f"{describe_shape(job.shape)}"
     )
     notes = (
         "a step: from idle ranks until the next token of every sequence is there, the slowest rank's time, median of "
@@ -196,12 +158,8 @@ def _print(
     left = ("tokens\na rank", "micro-\nbatches", "variant")
     if explain:
         console.print(table_of(records, title, columns, notes, left=left, section=_case))
-        lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
-        lines += [f"{name} skipped: {why}" for name, why in skipped.items()]
     else:
         names = ((left[0], "{.tokens}"), (left[1], "{.micro_batches}"))
         console.print(table_of_cases(records, title, names, "tpot_ms", notes))
-        lines = [left_out(skipped)]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_variants(console, VARIANTS, job.variants, skipped, explain=explain)
     console.print(conclusion(headline(records)), soft_wrap=True)

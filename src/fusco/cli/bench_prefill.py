@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
-from fusco.cli.reports import Column, compare, least_gain, left_out, report, table_of, table_of_cases
-from fusco.cli.running import check_room, new_console, run_model
+from fusco.cli.bench_models import ModelOptions, begin_results, describe_shape, print_variants
+from fusco.cli.reports import Column, compare, least_gain, report, table_of, table_of_cases
+from fusco.cli.running import new_console, run_model
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
-from fusco.core.files import written_beside
 from fusco.core.requirements import check_fsdp
 from fusco.explore.wording import plural
 
@@ -28,14 +25,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillOptions:
+class PrefillOptions(ModelOptions):
     """Options that describe the model, the cases and the variants, and the job that they describe."""
 
-    model: Annotated[
-        Literal["tiny", "qwen3-30b-a3b"] | None,
-        typer.Option(help="Shape of the model. Default: tiny, on CUDA qwen3-30b-a3b."),
-    ] = None
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks. Default: all, 48 of Qwen3 and 2 of tiny.")] = None
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank. Default: 8192, of tiny 256.")] = None
     batches: Annotated[
         list[str],
@@ -52,9 +44,6 @@ class PrefillOptions:
             help="Experts of tokens: random, those of Qwen3-30B-A3B, or random with S times the mean rows on rank 0.",
         ),
     ] = ("random,trace",)  # type: ignore[assignment]  # as above
-    variants: Annotated[
-        list[str] | None, typer.Option(metavar="NAME,...", help="What moves tokens. Default: all that can run here.")
-    ] = None
     balance: Annotated[
         bool, typer.Option("--balance", help="Measure fusco-balanced, too: busy experts are copied for each batch.")
     ] = False
@@ -66,32 +55,27 @@ class PrefillOptions:
         typer.Option(help="Dtype of weights and rows. Default: float32, on CUDA bfloat16."),
     ] = None
     iterations: Annotated[int | None, typer.Option(min=1, help="Timed prefills. Default: 20, of tiny 10.")] = None
-    seed: options.Seed = 0
-    timeout_s: options.Timeout = 60.0
 
     def job(self, place: PlaceOptions) -> tuple[PrefillJob, dict[str, str]]:
         """Return the job, and why variants that are not in it cannot run."""
-        from fusco.bench.prefill.job import TINY, PrefillJob
-        from fusco.fsdp.qwen3 import Qwen3Shape
+        from fusco.bench.prefill.job import PrefillJob
+        from fusco.bench.prefill.variants import VARIANTS, obstacle
 
-        topology, is_cuda = place.topology(num_cpu_nodes=1), place.device == "cuda"
-        dtype = self.dtype or ("bfloat16" if is_cuda else "float32")
-        chosen, skipped = _choose_variants(self.variants, place.device, dtype, has_balance=self.balance)
-        is_tiny = self.model == "tiny" or (self.model is None and not is_cuda)
-        shape = TINY if is_tiny else Qwen3Shape()
+        common, is_tiny = self.common(place), self.is_tiny(place.device)
+        dtype = self.dtype or ("bfloat16" if place.device == "cuda" else "float32")
+        usual = [name for name in VARIANTS if name != "fusco-balanced"]
+        wanted = options.choose_names(self.variants or usual, list(VARIANTS), "variants")
+        if self.balance and "fusco-balanced" not in wanted:
+            wanted.append("fusco-balanced")
+        chosen, skipped = options.runnable(wanted, lambda name: obstacle(name, place.device, dtype))
         job = PrefillJob(
-            shape=replace(shape, num_layers=self.layers or shape.num_layers),
+            **common,
             tokens=self.tokens or (256 if is_tiny else 8192),
-            num_ranks=topology.world_size,
-            ranks_per_node=topology.ranks_per_node,
-            device=place.device,
             batches=tuple(options.choose_names(self.batches, (), "batches")),
             routings=tuple(options.choose_names(self.routing, (), "routing")),
             variants=chosen,
             dtype=dtype,
             num_iterations=self.iterations or (10 if is_tiny else 20),
-            seed=self.seed,
-            timeout_s=self.timeout_s,
             spare_places=self.spare_places,
         )
         return job, skipped
@@ -125,44 +109,17 @@ def prefill(
     resumed = results.resume(job, json) if resume and json else results.Resumed(job, [], [])
     job = resumed.job
     place.run_there((warm_up_cpu,))
+    from fusco.bench.prefill.rank import prefill_rank
+
     console = new_console(json)
-    if json and os.environ.get("RANK", "0") == "0":
-        skips = [results.SkippedRecord(variant=name, reason=why) for name, why in skipped.items()]
-        if resume:
-            with written_beside(json) as beside:  # other ranks may be reading it
-                write_json_lines(skips, beside)
-                written = beside.read_text().splitlines()
-                with beside.open("a", encoding="utf-8") as lines:
-                    lines.writelines(f"{line}\n" for line in resumed.lines if line not in written)
-        else:
-            write_json_lines(skips, json)
-    records = _run(job, console, json) if job.cases else []
+    begin_results(json, skipped, resumed.lines)
+    room = "weights of the model (--layers)", job.parameter_bytes
+    records = run_model(prefill_rank, job, room, console, json) if job.cases else []
     if records is None:
         return
     records = [*resumed.kept, *records]
     _print(job, records, skipped, console, explain=explain)
     report(records, [], console, None, _name)
-
-
-def _choose_variants(
-    given: Sequence[str] | None, device: str, dtype: str, *, has_balance: bool
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    from fusco.bench.prefill.variants import VARIANTS, obstacle
-
-    usual = [name for name in VARIANTS if name != "fusco-balanced"]
-    wanted = options.choose_names(given or usual, list(VARIANTS), "variants")
-    if has_balance and "fusco-balanced" not in wanted:
-        wanted.append("fusco-balanced")
-    return options.runnable(wanted, lambda name: obstacle(name, device, dtype))
-
-
-def _run(job: PrefillJob, console: Console, json: Path | None) -> list[PrefillRecord] | None:
-    """Run the job; problems of the machine raise before any process starts."""
-    from fusco.bench.prefill.rank import prefill_rank
-
-    if job.device == "cpu":
-        check_room("weights of the model (--layers)", job.parameter_bytes, job.num_ranks)
-    return run_model(prefill_rank, job, console, json)
 
 
 def _timed(form: str) -> Callable[[PrefillRecord], str]:
@@ -199,17 +156,15 @@ def _print(
     from fusco.bench.prefill.iterations import outliers
     from fusco.bench.prefill.variants import VARIANTS
 
-    one, shape = records[0], job.shape
     title = (
         f"prefill, {plural(job.num_ranks, 'rank')} on {job.device}, {job.tokens} tokens a rank, {job.dtype}: "
-        f"{plural(shape.num_layers, 'layer')}, hidden {shape.hidden}, top-{shape.num_topk} of {shape.num_experts} "
-        f"experts of width {shape.moe_intermediate}"
+        f"{describe_shape(job.shape)}"
     )
     notes = (
         f"time from a barrier to the first tokens on the host, the slowest rank's, median of {job.num_iterations}; "
         "dispatch and combine are those of all layers, in separate prefills, means over ranks, waiting included",
         "errors: largest of a token, relative to its vector, against all_to_all_single with sums in float32",
-        describe_origin(one, job.num_ranks, ("torch", "transformers")),
+        describe_origin(records[0], job.num_ranks, ("torch", "transformers")),
     )
     compared = next((name for name in _COMPARED if name in job.variants), "baseline")
     compared_ms = {_case(record): record.ttft_ms for record in records if record.variant == compared}
@@ -231,11 +186,7 @@ def _print(
     if explain:
         left = ("routing", "batch", "variant")
         console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
-        lines = [f"{name}: {VARIANTS[name]}" for name in job.variants]
-        lines += [f"{name} skipped: {why}" for name, why in skipped.items()] + slow
     else:
         console.print(table_of_cases(records, title, _NAMES, "ttft_ms", notes))
-        lines = [left_out(skipped, len(slow))]
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_variants(console, VARIANTS, job.variants, skipped, slow, explain=explain)
     console.print(least_gain(compare(records, "ttft_ms", lambda record: ", ".join(_case(record)))), soft_wrap=True)

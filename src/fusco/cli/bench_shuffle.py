@@ -67,11 +67,9 @@ class ShuffleOptions:
     iterations: options.Iterations = 20
     timeline: Annotated[
         Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Also record a timeline of one dispatch and combine, as JSON for Perfetto. "
-            "With several kinds of traffic a file for each, with its name before the suffix.",
+        options.written_file(
+            "Also record a timeline of one dispatch and combine, as JSON for Perfetto. "
+            "With several kinds of traffic a file for each, with its name before the suffix."
         ),
     ] = None
 

@@ -40,9 +40,7 @@ def explore(
             "plan, its views follow theirs. Default: a plan alone.",
         ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", dir_okay=False, callback=options.check_writable, help="The page to write.")
-    ] = Path("plan.html"),
+    out: Annotated[Path, options.written_file("The page to write.", "--out", "-o")] = Path("plan.html"),
     nodes: options.Nodes = 8,
     ranks_per_node: options.RanksPerNode = 8,
     traffic: options.Pattern = "one-prompt",

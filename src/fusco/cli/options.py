@@ -41,6 +41,11 @@ def check_writable(path: Path | None) -> Path | None:
     return path
 
 
+def written_file(help: str, *names: str) -> Any:  # noqa: A002  typer's name
+    """Return the option of a file to write."""
+    return typer.Option(*names, dir_okay=False, callback=check_writable, help=help)
+
+
 def check_json(path: Path | None) -> Path | None:
     """Check that a file of JSON lines can be written; ``-`` is stdout."""
     return path if path == names.STDOUT else check_writable(path)
@@ -113,15 +118,7 @@ JsonFile = Annotated[
     ),
 ]
 
-HtmlFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        dir_okay=False,
-        callback=check_writable,
-        help="Also write a page that shows the records (fusco explore).",
-    ),
-]
+HtmlFile = Annotated[Path | None, written_file("Also write a page that shows the records (fusco explore).", "--html")]
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:

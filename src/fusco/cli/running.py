@@ -23,6 +23,7 @@ from fusco.explore.wording import plural
 from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
+    from fusco.bench.harness.model_job import ModelJob
     from fusco.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
@@ -207,13 +208,16 @@ def run_on_ranks(
 
 
 def run_model(
-    function: Callable[..., list[_Result]], job: Any, console: Console, json: Path | None
+    function: Callable[..., list[_Result]], job: ModelJob, room: tuple[str, int], console: Console, json: Path | None
 ) -> list[_Result] | None:
     """Run a rank's part of a benchmark of a model and return what rank 0 does; ``None`` on other ranks of a launcher.
 
-    ``job`` has ``device``, ``num_ranks`` and ``ranks_per_node``; ``json`` is the file that rank 0 adds results to.
+    ``room`` is what a rank needs on the CPU, as for ``check_room``; ``json`` is the file that rank 0 adds results to.
     """
     from fusco.cpu.kernels.warm_up import warm_up_cpu
+
+    if job.device == "cpu":
+        check_room(*room, job.num_ranks)
 
     # NCCL takes ranks of a node for those of one host, but it refuses ranks of a host that share a GPU.
     per_host = 1 if job.num_ranks > num_devices(job.device) else job.ranks_per_node

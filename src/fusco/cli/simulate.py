@@ -68,20 +68,13 @@ class ClusterOptions:
 class FileOptions:
     """Files of the first system's results."""
 
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write spans of the first system's ranks, for Perfetto.",
-        ),
-    ] = None
+    timeline: Annotated[Path | None, options.written_file("Write spans of the first system's ranks, for Perfetto.")] = (
+        None
+    )
     export: Annotated[
         Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write the first system's dispatch for other simulators: .goal, .cm (htsim) or .et (Chakra).",
+        options.written_file(
+            "Write the first system's dispatch for other simulators: .goal, .cm (htsim) or .et (Chakra)."
         ),
     ] = None
 
@@ -103,10 +96,7 @@ def simulate(
         int, typer.Option(min=1, help="Weights of an expert, for replicas. Default: Qwen3-30B-A3B's in bfloat16.")
     ] = 9_437_184,
     check: Annotated[Literal["papers"] | None, typer.Option(help="Compare with published results instead.")] = None,
-    measure: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, callback=options.check_writable, help="Under torchrun: write its cluster here."),
-    ] = None,
+    measure: Annotated[Path | None, options.written_file("Under torchrun: write its cluster here.")] = None,
     device: Annotated[options.Device, typer.Option(help="Device that --measure measures.")] = "cpu",
     json: options.JsonFile = None,
     files: FileOptions,

@@ -66,37 +66,12 @@ def train(
     targets = files.metric_targets(run.dispatcher, resumes=saving.resume is not None)
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
     from fusco.ranks.torchrun import launched
-    from fusco.train.job import TrainingJob
-    from fusco.train.model import shape_of
     from fusco.train.records import summarize
 
     if files.record_trace:
         check_trace_path(files.record_trace)
     joined = launched()
-    job = TrainingJob(
-        device=run.device,
-        num_ranks=_num_ranks(run.ranks, run.device, joined),
-        ep_size=run.ep_size,
-        num_steps=run.steps,
-        architecture=run.architecture,
-        model=run.model.resolve() if run.model else None,
-        eval_every=run.eval_every,
-        sample_tokens=run.sample_tokens,
-        export=saving.export.resolve() if saving.export else None,
-        metrics=targets,
-        router_loss=_router_loss(run),
-        balance_rate=run.balance_rate,
-        forces_balance=run.forced_balance,
-        spare_places=run.spare_places if run.balance else 0,
-        dropout=run.dropout,
-        dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
-        activation_checkpointing=run.activation_checkpointing,
-        seed=run.seed,
-        text=run.text,
-        text_bytes=run.text_bytes,
-        timeout_s=run.timeout_s,
-        **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
-    )
+    job = _job(run, sizes, saving, joined, targets)
     saves = _saving(saving, job)
     if saves and not saves.resumes and not (joined and joined.rank):
         write_options(saves.folder, (run, sizes, saving))
@@ -113,6 +88,30 @@ def train(
         assert runs[0].routing is not None
         write_trace(files.record_trace, runs[0].routing)
         console.print(_how_to_replay(job, files.record_trace), markup=False, highlight=False, soft_wrap=True)
+
+
+def _job(
+    run: RunOptions, sizes: SizeOptions, saving: SavingOptions, joined: Launched | None, metrics: tuple[str, ...]
+) -> TrainingJob:
+    """Return the run; ``ValueError`` for values that do not fit together."""
+    from fusco.bench.harness.environment import record_of
+    from fusco.train.job import TrainingJob
+    from fusco.train.model import shape_of
+
+    return record_of(
+        TrainingJob,
+        run,
+        num_ranks=_num_ranks(run.ranks, run.device, joined),
+        num_steps=run.steps,
+        model=run.model.resolve() if run.model else None,
+        export=saving.export.resolve() if saving.export else None,
+        metrics=metrics,
+        router_loss=_router_loss(run),
+        forces_balance=run.forced_balance,
+        spare_places=run.spare_places if run.balance else 0,
+        dispatchers=("fusco", "torch") if run.dispatcher == "both" else (run.dispatcher,),
+        **{**sizes.arguments(run.preset), **({"shape": shape_of(run.model)} if run.model else {})},
+    )
 
 
 def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:

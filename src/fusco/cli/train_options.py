@@ -119,16 +119,9 @@ class FileOptions:
 
     record_trace: Annotated[
         Path | None,
-        typer.Option(
-            dir_okay=False,
-            callback=options.check_writable,
-            help="Write the last step's routing here (npz or npy), for fusco bench --trace.",
-        ),
+        options.written_file("Write the last step's routing here (npz or npy), for fusco bench --trace."),
     ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, callback=options.check_writable, help="Write the curves of losses here, as SVG."),
-    ] = None
+    plot: Annotated[Path | None, options.written_file("Write the curves of losses here, as SVG.")] = None
     metrics: Annotated[
         list[str] | None,
         typer.Option(

@@ -34,11 +34,14 @@ from fusco.fsdp.metric_writers import (
     CsvWriter as CsvWriter,
     JsonLinesWriter as JsonLinesWriter,
     MetricPrinter as MetricPrinter,
-    MetricWriter as MetricWriter,
     TensorBoardWriter as TensorBoardWriter,
     WandbWriter as WandbWriter,
 )
-from fusco.fsdp.metrics import Metrics as Metrics, StepMetrics as StepMetrics
+from fusco.fsdp.metrics import (
+    Metrics as Metrics,
+    MetricWriter as MetricWriter,
+    StepMetrics as StepMetrics,
+)
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.run_state import (
     AsyncSaver as AsyncSaver,

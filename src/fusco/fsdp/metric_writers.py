@@ -8,22 +8,9 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from fusco.fsdp.metrics import StepMetrics
-
-
-class MetricWriter(Protocol):
-    """Gets the metrics of each step."""
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Write a step."""
-        ...
-
-    def close(self) -> None:
-        """Finish what is written."""
-        ...
+from fusco.fsdp.metrics import MetricWriter, StepMetrics
 
 
 class MetricPrinter:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import nn
 
 from fusco.fsdp.expert_loads import LoadSummary, counted_layers, mark_loads, read_loads, summarize_loads
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.metric_writers import MetricWriter
 from fusco.fsdp.timed_dispatcher import SECTIONS, TimedDispatcher
 
 _READER = "metrics"
@@ -58,6 +57,18 @@ class StepMetrics:
         for name, value in asdict(self).items():
             _flatten(name, value, found)
         return found
+
+
+class MetricWriter(Protocol):
+    """Gets the metrics of each step."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Write a step."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is written."""
+        ...
 
 
 class Metrics:

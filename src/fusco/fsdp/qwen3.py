@@ -1,4 +1,4 @@
-"""The Qwen3-MoE of transformers, which benchmarks and training make with random weights."""
+"""The Qwen3-MoE of transformers, and a GLM-4-MoE of its sizes, which benchmarks and training make at random."""
 
 from __future__ import annotations
 
@@ -42,19 +42,30 @@ class Qwen3Shape:
 
 def make_qwen3(shape: Qwen3Shape, **options: Any) -> nn.Module:
     """Return the model, its parameters wherever the context makes them; ``options`` are more of ``Qwen3MoeConfig``."""
+    return _make("Qwen3Moe", shape, num_experts=shape.num_experts, norm_topk_prob=True, **options)
+
+
+def make_glm4(shape: Qwen3Shape, **options: Any) -> nn.Module:
+    """Return a GLM-4-MoE of these sizes, whose routers have a bias for each expert; as ``make_qwen3``.
+
+    All blocks have experts, and each block a shared expert of the same width.
+    """
+    of_experts = {"n_routed_experts": shape.num_experts, "intermediate_size": shape.moe_intermediate}
+    return _make("Glm4Moe", shape, **of_experts, first_k_dense_replace=0, **options)
+
+
+def _make(kind: str, shape: Qwen3Shape, **options: Any) -> nn.Module:
     transformers: Any = importlib.import_module("transformers")
-    config = transformers.Qwen3MoeConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
-        num_experts=shape.num_experts,
         num_experts_per_tok=shape.num_topk,
         moe_intermediate_size=shape.moe_intermediate,
-        norm_topk_prob=True,
         **options,
     )
-    model: nn.Module = transformers.Qwen3MoeForCausalLM(config)
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
     return model

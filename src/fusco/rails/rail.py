@@ -16,7 +16,7 @@ from fusco.core.integers import check_integer
 MAX_RAILS = 16  # rails of a host; the board has room for as many
 _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
-_IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _GLOBAL_SCOPE = "00"  # of an address in /proc/net/if_inet6
 _REQUEST = struct.Struct("16s24s")  # struct ifreq
 
@@ -74,7 +74,7 @@ def discover_rails(interfaces: Sequence[str] | None = None, num_workers: int | N
     found: list[tuple[str, str]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for name in names:
-            flags = interface_flags(query, name)
+            flags = _flags(query, name)
             address = _address(query, name) if flags & _IFF_UP else ""
             if interfaces is not None and not address:
                 raise ValueError(f"interface {name} {'has no address' if flags & _IFF_UP else 'is missing or down'}")
@@ -106,18 +106,13 @@ def configured_rails(num_workers: int | None = None) -> tuple[Rail, ...]:
         raise ValueError(f"{RAILS_VARIABLE}={','.join(names)}: {error}") from None
 
 
-def interface_flags(query: socket.socket, interface: str) -> int:
+def _flags(query: socket.socket, interface: str) -> int:
     """Return the flags of an interface in the namespace of the socket ``query``; 0 if there is none."""
     try:
         answer = fcntl.ioctl(query.fileno(), _SIOCGIFFLAGS, _REQUEST.pack(interface.encode(), b""))
     except OSError:
         return 0
     return int(struct.unpack_from("H", answer, 16)[0])
-
-
-def has_link(query: socket.socket, interface: str) -> bool:
-    """Return whether an interface is up and has a carrier."""
-    return interface_flags(query, interface) & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING
 
 
 def _address(query: socket.socket, interface: str) -> str:

@@ -14,7 +14,7 @@ from fusco.bench.decode.experts import DecodeExperts, Matrices, dequantize, quan
 from fusco.bench.decode.job import DecodeJob
 from fusco.bench.decode.model import DecodeModel
 from fusco.bench.decode.records import DecodeRecord, Measured, headline, summarize
-from fusco.bench.prefill.job import TINY
+from fusco.bench.harness.model_job import TINY
 from fusco.cli.main import app
 
 SHAPE = replace(TINY, hidden=32, num_heads=4, num_key_value_heads=2, head_dim=8, moe_intermediate=16, vocab=64)

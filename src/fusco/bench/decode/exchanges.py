@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.decode.experts import DecodeExperts, Rows
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.prefill.variants import deep_ep_version
+from fusco.bench.prefill.variants import deep_ep_version, obstacle_of_deep_ep
 from fusco.bench.shuffle.baseline import BaselineShuffle, weighted_sum
 from fusco.core.config import Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
@@ -208,15 +207,9 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
 
 
 def _obstacle_of_deep_ep(device: str) -> str:
-    if device == "cpu":
-        return "DeepEP needs GPUs"
-    if importlib.util.find_spec("deep_ep") is None:
-        return "deep_ep is not installed"
-    try:
-        version = deep_ep_version()
-    except (ImportError, OSError) as error:
-        return f"deep_ep cannot be imported: {error}"
-    if "fusco" in version:
+    if found := "DeepEP needs GPUs" if device == "cpu" else obstacle_of_deep_ep(device):
+        return found
+    if "fusco" in (version := deep_ep_version()):
         return f"deep_ep {version} is fusco's"
     return "" if hasattr(importlib.import_module("deep_ep"), "Buffer") else f"deep_ep {version} has no Buffer"
 

@@ -6,38 +6,26 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+from fusco.bench.harness.model_job import ModelJob
 from fusco.bench.prefill.routing import check_routing
-from fusco.fsdp.qwen3 import Qwen3Shape
 
 DecodeDtype = Literal["bfloat16", "fp8", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeJob:
-    """A run: every number of tokens, in every number of micro-batches, by every variant.
+class DecodeJob(ModelJob):
+    """A run: every number of tokens, in every number of micro-batches, by every variant."""
 
-    Raises ``ValueError`` for values that do not fit together.
-    """
-
-    shape: Qwen3Shape  # of the model
-    device: Literal["cpu", "cuda"]  # ``"cpu"`` or ``"cuda"``
-    num_ranks: int  # processes; each has its sequences, and its part of the experts
-    ranks_per_node: int  # consecutive ranks that form a node
     tokens: tuple[int, ...]  # of each rank in a step, one for each of its sequences
     micro_batches: tuple[int, ...] = (1, 2)  # parts of a step, of which two overlap
-    variants: tuple[str, ...]  # names of ``fusco.bench.decode.exchanges.VARIANTS``, the ones that can run here
     # Of weights and of rows that travel to experts. With ``"fp8"`` each row and each output of a matrix has a scale;
     # results of experts, and everything outside of them, are bfloat16.
     dtype: DecodeDtype
     context: int = 0  # tokens of each sequence before this step; 0 leaves attention out
     routing: str = "random"  # one of ``fusco.bench.prefill.routing``
-    num_iterations: int  # timed steps of each variant
-    seed: int = 0  # of weights, tokens and random routing
-    timeout_s: float = 60.0  # limit of every wait in fusco, in seconds
 
     def __post_init__(self) -> None:
-        if self.shape.num_experts % self.num_ranks:
-            raise ValueError(f"{self.shape.num_experts} experts do not divide evenly among {self.num_ranks} ranks")
+        super().__post_init__()
         check_routing(self.routing, self.shape.num_experts, self.shape.num_topk)
         if any(number not in (1, 2) for number in self.micro_batches):
             raise ValueError(f"a step has 1 or 2 micro-batches, not {', '.join(map(str, self.micro_batches))}")
@@ -48,11 +36,6 @@ class DecodeJob:
     def cases(self) -> list[tuple[int, int]]:
         """Numbers of tokens and of micro-batches that are to run; a micro-batch has a token at least."""
         return [case for case in product(self.tokens, self.micro_batches) if case[0] >= case[1]]
-
-    @property
-    def num_local_experts(self) -> int:
-        """Experts of each layer on a rank."""
-        return self.shape.num_experts // self.num_ranks
 
     @property
     def num_bytes(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,11 @@ from fusco.bench.decode.model import DecodeModel
 from fusco.bench.decode.records import DecodeRecord, Measured, summarize
 from fusco.bench.decode.step import DecodeStep
 from fusco.bench.harness.capture import captured
-from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.model_job import gather, run_cases
 from fusco.bench.harness.rounds import measure_in_turn
 from fusco.bench.harness.stopwatch import RankTimer
 from fusco.bench.prefill.gate import relative_error
 from fusco.bench.prefill.routing import make_routing
-from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
 
@@ -34,23 +32,18 @@ def decode_rank(
 ) -> list[DecodeRecord]:
     """Measure one rank's part of a job; a collective. Variants that are not verified are not timed.
 
-    Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
+    Returns the records of all cases, as ``run_cases``.
     """
-    rank, records = group.rank(), []
-    num_steps = len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations)
-    reporter = ProgressReporter(rank, progress_port, num_steps)
     with torch.no_grad(), ExitStack() as stack:
         exchanges = {}
         for name in job.variants:
             if exchange := _make(name, job, group, stack):
                 exchanges[name] = exchange
-        bench = DecodeBench(job, group, DecodeModel(job, rank))
-        for case in job.cases:
-            found = bench.run(case, exchanges, reporter.advance)
-            if log and rank == 0:
-                write_json_lines(found, log, appends=True)
-            records += found
-    return records
+        bench = DecodeBench(job, group, DecodeModel(job, group.rank()))
+        num_steps = 1 + _NUM_WARM_UPS + job.num_iterations
+        return run_cases(
+            job.cases, lambda case, on_step: bench.run(case, exchanges, on_step), group, log, progress_port, num_steps
+        )
 
 
 def _make(name: str, job: DecodeJob, group: dist.ProcessGroup, stack: ExitStack) -> Exchange | None:
@@ -98,7 +91,7 @@ class DecodeBench:
                 inputs[0].copy_(tokens)
                 measured[name] = self._compare(exchange, calls[name], step, expected)
             on_step()
-            of_all = {name: self._gather(of) for name, of in measured.items()}
+            of_all = {name: gather(self._group, of) for name, of in measured.items()}
             verified = {
                 name: calls[name] for name, ranks in of_all.items() if not any(r.failures(job.dtype) for r in ranks)
             }
@@ -111,7 +104,7 @@ class DecodeBench:
             )
         for exchange in exchanges.values():
             exchange.synchronize()
-        timed = {name: self._gather(replace(of, times_ms=times.get(name, ()))) for name, of in measured.items()}
+        timed = {name: gather(self._group, replace(of, times_ms=times.get(name, ()))) for name, of in measured.items()}
         return [summarize(job, case, name, ranks, is_graph=self._is_graph(name)) for name, ranks in timed.items()]
 
     def _is_graph(self, name: str) -> bool:
@@ -146,8 +139,3 @@ class DecodeBench:
         call()
         exchange.synchronize()
         return Measured(layer_error=layer_error, step_error=float(relative_error(step.hidden, expected.hidden).max()))
-
-    def _gather(self, local: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._job.num_ranks
-        dist.all_gather_object(gathered, local, group=self._group)
-        return gathered

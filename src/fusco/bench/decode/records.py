@@ -10,15 +10,10 @@ import numpy as np
 
 from fusco.bench.decode.exchanges import FUSCO
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.harness.environment import Measurement, hardware, versions
+from fusco.bench.harness.environment import VerifiedMeasurement, hardware, versions
+from fusco.bench.harness.model_job import errors_beyond
 from fusco.bench.harness.rounds import slowest_median
 from fusco.bench.prefill.variants import deep_ep_version
-
-# The largest error of a token, relative to its vector's norm. Of a layer: sums of bfloat16 rows round up to twice for
-# each of eight experts; FP8 has 3 bits, and of a sum in another order some values round the other way. A dropped expert
-# costs 10 % and more. Of a step: hidden states add up what all layers round.
-LAYER_LIMITS = {"bfloat16": 0.02, "fp8": 0.05, "float32": 1e-5}
-STEP_LIMITS = {"bfloat16": 0.06, "fp8": 0.1, "float32": 1e-4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +26,11 @@ class Measured:
 
     def failures(self, dtype: str) -> list[str]:
         """Describe what is beyond its limit; empty if nothing is."""
-        of_layer, of_step = LAYER_LIMITS[dtype], STEP_LIMITS[dtype]
-        found = []
-        if not self.layer_error <= of_layer:
-            found.append(f"the output of a layer is {self.layer_error:.3g} off, more than {of_layer:g}")
-        if not self.step_error <= of_step:
-            found.append(f"the hidden states of a step are {self.step_error:.3g} off, more than {of_step:g}")
-        return found
+        return errors_beyond(dtype, self.layer_error, self.step_error, "the hidden states of a step are")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRecord(Measurement):
+class DecodeRecord(VerifiedMeasurement):
     """One variant in one case."""
 
     kind: str = "bench.decode"
@@ -55,15 +44,8 @@ class DecodeRecord(Measurement):
     # Errors relative to the norm of the reference, the largest of all ranks: see ``Measured``.
     layer_error: float
     step_error: float
-    verified: bool  # whether errors were within their limits
-    errors: list[str]  # what was not
     num_iterations: int  # timed steps
     job: dict[str, Any]  # its configuration
-
-    @property
-    def is_right(self) -> bool:
-        """Verified."""
-        return self.verified
 
 
 def summarize(

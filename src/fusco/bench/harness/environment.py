@@ -64,6 +64,19 @@ class Measurement:
     commit: str = field(default_factory=commit)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifiedMeasurement(Measurement):
+    """Fields of every record of what is verified before it is timed."""
+
+    verified: bool  # whether outputs are as specified
+    errors: list[str]  # what was not
+
+    @property
+    def is_right(self) -> bool:
+        """Verified."""
+        return self.verified
+
+
 def record_of(kind: type[_Record], *sources: object, **values: Any) -> _Record:
     """Return a record (a dataclass) with these values; other fields are the attributes of ``sources`` by their names.
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.harness.model_job import gather, run_cases
 from fusco.bench.harness.rounds import measure_in_turn
 from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
@@ -21,7 +20,6 @@ from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
 from fusco.bench.prefill.routing import make_routing, rows_per_rank
 from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
-from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
 _NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed
@@ -32,22 +30,19 @@ def prefill_rank(
 ) -> list[PrefillRecord]:
     """Measure one rank's part of a job; a collective. Variants that are not verified are not timed.
 
-    Returns the records of all cases, the same on all ranks. Rank 0 appends those of a case to ``log`` when it is done.
+    Returns the records of all cases, as ``run_cases``.
     """
-    rank = group.rank()
-    num_steps = len(job.cases) * (1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED)
-    reporter, records = ProgressReporter(rank, progress_port, num_steps), []
     with torch.no_grad(), ExitStack() as stack:
-        model = PrefillModel(job, rank)
+        model = PrefillModel(job, group.rank())
         reference = reference_layers(group, model.experts)
         variants = make_variants(job, group, model.experts, stack)  # before it, as transformers keeps their forward
         bench = PrefillBench(job, group, model, reference)
-        for routing, batch in job.cases:
-            found = bench.run(batch, routing, variants, reporter.advance)
-            if log and rank == 0:
-                write_json_lines(found, log, appends=True)
-            records += found
-    return records
+
+        def run(case: tuple[str, str], on_step: Callable[[], None]) -> list[PrefillRecord]:
+            return bench.run(case[1], case[0], variants, on_step)
+
+        num_steps = 1 + _NUM_WARM_UPS + job.num_iterations + _NUM_SECTIONED
+        return run_cases(job.cases, run, group, log, progress_port, num_steps)
 
 
 class PrefillBench:
@@ -69,7 +64,7 @@ class PrefillBench:
         case, prompts = self._prepare(batch, routing, variants)
         deviations = self._compare(prompts, variants)
         on_step()
-        all_of = {variant.name: self._gather(deviations[variant.name]) for variant in variants}
+        all_of = {variant.name: gather(self._group, deviations[variant.name]) for variant in variants}
         dtype = self._job.dtype
         verified = [each for each in variants if not any(found.failures(dtype) for found in all_of[each.name])]
         iterations = measure_in_turn(
@@ -80,7 +75,7 @@ class PrefillBench:
             num_iterations=self._job.num_iterations,
         )
         sections = self._sections(prompts, verified, on_step)
-        of_ranks = self._gather(iterations)
+        of_ranks = gather(self._group, iterations)
         peak = torch.cuda.max_memory_allocated() if self._job.device == "cuda" else 0
         found = []
         for name, of_all in all_of.items():
@@ -162,8 +157,3 @@ class PrefillBench:
             on_step()
         medians = {name: map(median, zip(*each, strict=True)) for name, each in rounds.items()}
         return {name: dict(zip(names, each, strict=True)) for name, each in medians.items()}
-
-    def _gather(self, local: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._job.num_ranks
-        dist.all_gather_object(gathered, local, group=self._group)
-        return gathered

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusco.bench.harness.environment import Measurement, commit, hardware, record_of, versions
+from fusco.bench.harness.environment import VerifiedMeasurement, commit, hardware, record_of, versions
 from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.iterations import Iteration
@@ -43,7 +43,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillRecord(Case, Measurement):
+class PrefillRecord(Case, VerifiedMeasurement):
     """One variant in one case."""
 
     kind: str = "prefill"
@@ -61,17 +61,10 @@ class PrefillRecord(Case, Measurement):
     logits_error: float
     typical_logits_error: float
     same_next_tokens: float  # share of tokens after which the most probable one is that of the reference
-    verified: bool  # whether the comparisons were within their limits
-    errors: list[str]  # what was not
     num_iterations: int  # timed prefills
     iterations: Sequence[Sequence[Iteration]]  # of every one and rank
     peak_memory_gib: float  # allocated by PyTorch on rank 0's GPU, weights included; 0 on the CPU
     job: dict[str, Any]  # its configuration
-
-    @property
-    def is_right(self) -> bool:
-        """Verified."""
-        return self.verified
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,11 +60,12 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
     elif variant == "transformers" and not is_recent(installed("transformers"), _LEAST_TRANSFORMERS):
         found = f"transformers {installed('transformers')} has no all_to_all; {_LEAST_TRANSFORMERS} is the first"
     elif variant == "deep_ep":
-        found = _obstacle_of_deep_ep(device)
+        found = obstacle_of_deep_ep(device)
     return found
 
 
-def _obstacle_of_deep_ep(device: str) -> str:
+def obstacle_of_deep_ep(device: str) -> str:
+    """Return why ``deep_ep`` cannot run; empty if it can."""
     if importlib.util.find_spec("deep_ep") is None:
         return "deep_ep is not installed"
     try:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.bench.harness.environment import Measurement
+from fusco.bench.harness.environment import VerifiedMeasurement
 from fusco.bench.shuffle.variants import DEDUPLICATED, has_fixed_messages
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantRecord(Measurement):
+class VariantRecord(VerifiedMeasurement):
     """Fields of every line: the variant, the workload, the environment. ``trace_repeats`` is 0 without a trace.
 
     Several records have the same traffic if it is of batches of a prefill: ``batch`` is their number. Their ``tokens``
@@ -31,16 +31,9 @@ class VariantRecord(Measurement):
     num_topk: int
     dtype: str
     device: str
-    verified: bool
     num_iterations: int
     trace: str
     trace_repeats: float
-    errors: list[str]
-
-    @property
-    def is_right(self) -> bool:
-        """Outputs are as specified."""
-        return self.verified
 
 
 @dataclass(frozen=True, kw_only=True)
