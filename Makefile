@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 MINIMUM_TORCH ?= torch==2.7.0
 BIN := .venv/bin
 
-.PHONY: setup demo test test-architectures test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
+.PHONY: setup warm-up demo test test-architectures test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
 setup: .venv/.installed
 
@@ -17,13 +17,21 @@ setup: .venv/.installed
 	$(BIN)/pip install --quiet --no-deps -r tests/frameworks.txt
 	touch $@
 
+# Kernels of CPUs and of the simulator are compiled once, not by each process that is the first to call one.
+warm-up: .venv/.warm
+
+.venv/.warm: .venv/.installed $(shell find src -name '*.py')
+	$(BIN)/fusco warm-up
+	$(BIN)/fusco simulate --nodes 2 --tokens 64 > /dev/null
+	touch $@
+
 # Real routing of Qwen3-30B-A3B on this machine playing 2 nodes x 2 ranks: verified, then compared with the baseline.
 demo: setup
 	mkdir -p out
 	$(BIN)/fusco bench shuffle --nodes 2 --ranks-per-node 2 --traffic trace --json out/demo.jsonl
 
 # In two processes, but for tests that compare times with limits.
-test: setup
+test: setup warm-up
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
 	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m "not alone"
 	$(BIN)/pytest tests/multirank -m alone

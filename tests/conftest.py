@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -18,8 +19,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 collect_ignore_glob = ["conftest.py", "*/conftest.py", "attack/*"]
 
 
+# Files whose few tests take longest; other files are begun in the order of their numbers of tests, as by pytest-xdist.
+BEGUN_FIRST = (
+    "test_train",
+    "test_fsdp_checkpoints",
+    "test_frameworks",
+    "test_fsdp_ops",
+    "test_bench",
+    "test_fsdp_balance",
+    "test_fsdp_resume",
+    "test_train_resume",
+    "test_fsdp_run_state",
+    "test_fsdp_trainer",
+    "test_all_to_all",
+    "test_decode",
+    "test_communicator_lifecycle",
+    "test_compiled",
+    "test_site",
+    "test_warm_up",
+)
+
+
 def pytest_configure(config):
     """Give the processes of pytest-xdist the GPUs in different orders, since ranks 0 and 1 are in every test."""
+    config.option.loadscopereorder = False
     worker, num_gpus = getattr(config, "workerinput", {}).get("workerid"), torch.cuda.device_count()
     if worker and num_gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = 2 * int(worker.removeprefix("gw"))
@@ -35,6 +58,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     device = config.getoption("--device").removesuffix("-nodes")
     wrong, why = {
@@ -44,3 +68,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker(wrong):
             item.add_marker(pytest.mark.skip(reason=why))
+    if hasattr(config, "workerinput"):
+        places = {name: place for place, name in enumerate(BEGUN_FIRST)}
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (places.get(item.path.stem, len(places)), -sizes[item.path]))

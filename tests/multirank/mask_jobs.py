@@ -126,7 +126,7 @@ def lose_a_late_rank_for_a_while(group: dist.ProcessGroup) -> bool:
     serving, (case, other, *_) = Serving(group), cases(group.size())
     handle = serving.dispatch(case)
     if serving.rank == 2:
-        time.sleep(3 * LIMIT_S)
+        time.sleep(2 * LIMIT_S)
         with pytest.raises(fusco.ExcludedError):
             serving.combine(case, handle)
         serving.buffer.low_latency_update_mask_buffer(2, False)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fusco.cli.main import app
 
-pytestmark = [pytest.mark.alone, pytest.mark.cpu_only]
+pytestmark = pytest.mark.cpu_only
 
 ROOT = Path(__file__).parents[2]
 FIELDS = [
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_benchmark_at_once():
         _, errors = process.communicate(timeout=60)
     assert time.monotonic() - start < 15.0
     assert process.returncode == 130
-    assert errors.strip() == "interrupted"
+    assert said(errors) == ["interrupted"]
 
 
 @pytest.mark.multirank
@@ -112,8 +112,13 @@ def test_a_benchmark_that_is_terminated_leaves_no_process_behind():
         process.send_signal(signal.SIGTERM)  # as timeout and job schedulers do: to this process alone
         _, errors = process.communicate(timeout=30)  # the pipes are open as long as any process is left
     assert process.returncode == 143
-    assert errors.strip() == "terminated"
+    assert said(errors) == ["terminated"]
     assert wait_until(lambda: not of_session(process.pid), 10.0), of_session(process.pid)
+
+
+def said(errors: str) -> list[str]:
+    """Lines but for those that say where slow work is, as on a machine with much to do."""
+    return [line for line in errors.splitlines() if not re.fullmatch(r"fusco: .*, after \d+ s", line)]
 
 
 def of_session(session: int) -> list[str]:

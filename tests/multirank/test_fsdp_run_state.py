@@ -15,7 +15,7 @@ from fsdp_models import make_model
 from fusco import fsdp
 from fusco.ranks.local_world import LocalWorld, RankFailedError
 
-pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only]
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 NUM_KILLS = 20
 

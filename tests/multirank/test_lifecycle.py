@@ -9,7 +9,7 @@ import pytest
 
 from fusco.ranks.local_world import LocalWorld
 
-pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only]
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 AT_ONCE_S = 5.0  # a loaded machine's milliseconds; a quarter of the limit
 

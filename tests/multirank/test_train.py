@@ -176,37 +176,31 @@ def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
     assert [step["step"] for step in read(log)[0]] == [0, 1, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs without an end, and the files of their steps; they start at the same time, which takes seconds."""
-    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000"]
-    started = []
-    for shape in (["--ranks", "2"], ["--ranks", "1", "--ep-size", "1"]):
-        out = tmp_path_factory.mktemp("run") / "train.jsonl"
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        run = subprocess.Popen([*command, *shape, "--json", str(out)], cwd=ROOT, start_new_session=True, **streams)
-        started.append((run, out))
-    yield started
-    for run, _ in started:
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("index", "interrupt"), [(0, os.killpg), (1, os.kill)], ids=["all processes", "parent only"])
-def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(runs, index, interrupt):
+@pytest.mark.parametrize(
+    ("shape", "interrupt"),
+    [(["--ranks", "2"], os.killpg), (["--ranks", "1", "--ep-size", "1"], os.kill)],
+    ids=["all processes", "parent only"],
+)
+def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(tmp_path, shape, interrupt):
     """As by Ctrl-C, which a terminal sends to all processes."""
-    run, out = runs[index]
-    with run:
-        wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
-        interrupt(run.pid, signal.SIGINT)
-        output, _ = run.communicate(timeout=60)
-        assert run.returncode == 130, output
-        assert output.rstrip().endswith(f"interrupted; the steps until then are in {out}")
-        assert "Traceback" not in output
-        steps, summaries = read(out)
-        assert [step["step"] for step in steps] == list(range(len(steps)))
-        assert not summaries
-        wait_until(lambda: not is_any_left(run.pid), 20)
+    out = tmp_path / "train.jsonl"
+    command = [sys.executable, "-m", "fusco", "train", *SMALL, *CAP, "--steps", "100000", *shape, "--json", str(out)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
+        try:
+            wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
+            interrupt(run.pid, signal.SIGINT)
+            output, _ = run.communicate(timeout=60)
+            wait_until(lambda: not is_any_left(run.pid), 20)
+        finally:
+            if is_any_left(run.pid):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 130, output
+    assert output.rstrip().endswith(f"interrupted; the steps until then are in {out}")
+    assert "Traceback" not in output
+    steps, summaries = read(out)
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert not summaries
 
 
 def wait_until(is_so, limit_s):

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="fusco train needs transformers: pip 
 
 from fusco.cli.main import app
 
-pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only]
+pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from forked_ranks import ForkedRank
 
 from fusco.testbed import Testbed
 from fusco.testbed.job import rank_environment
 
-SCRIPT = str(Path(__file__).with_name("shuffles.py"))
 RATE, NUM_TOKENS = 400_000_000, 1024
-LIMIT_S = 60.0
 
 
 class Job:
@@ -29,13 +24,7 @@ class Job:
             host, local_rank = divmod(rank, 2)
             own = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2"}
             self.processes.append(
-                bed.spawn(
-                    host,
-                    [sys.executable, SCRIPT, *arguments],
-                    env={**os.environ, **rank_environment(bed, host, 0), **own, "OMP_NUM_THREADS": "1"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
+                ForkedRank(bed.namespaces(host), {**rank_environment(bed, host, 0), **own}, "shuffles", arguments)
             )
 
     def go_on(self, iterations: int) -> list[int]:
@@ -102,9 +91,8 @@ def test_without_any_rail_the_error_names_peer_and_rails(job):
     for rail in range(2):
         job.bed.set_link(1, rail, up=False)
     begin = time.monotonic()
-    output = job.processes[0].communicate(timeout=LIMIT_S)[0]
+    failure = job.processes[0].stdout.readlines()[-1]
     assert time.monotonic() - begin < 15.0
-    failure = output.splitlines()[-1]
     assert failure.startswith("rank 0 failed: ")
     assert "waiting for rank(s) " in failure
     for rail in range(2):

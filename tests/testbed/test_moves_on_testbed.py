@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from forked_ranks import fork_ranks
 
 from fusco.testbed import Testbed
-from fusco.testbed.job import rank_environment
 
-SCRIPT = str(Path(__file__).with_name("moves.py"))
 RATE, EXPERT_BYTES, SHARE, LIMIT_S = 200_000_000, 2_000_000, 0.04, 60.0
 
 
@@ -23,23 +18,13 @@ def measured(request, tmp_path_factory):
     """Records of moves and of iterations, and the bytes that all NICs sent for the moves."""
     num_hosts, ranks_per_host = request.param
     may_go_on = tmp_path_factory.mktemp("moves") / "go_on"
-    places = [divmod(rank, ranks_per_host) for rank in range(num_hosts * ranks_per_host)]
     with Testbed(num_hosts, ranks_per_host, RATE, ranks_per_host=ranks_per_host) as bed:
-        processes = [
-            bed.spawn(
-                host,
-                [sys.executable, SCRIPT, str(EXPERT_BYTES), str(RATE), str(SHARE), str(may_go_on)],
-                local_rank=local_rank,
-                env={**os.environ, **rank_environment(bed, host, local_rank), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-            )
-            for host, local_rank in places
-        ]
-        moves = json.loads(processes[0].stdout.readline())
-        sent = sum(bed.counters(*place).sent_bytes for place in places)
+        ranks = fork_ranks(bed, "moves", str(EXPERT_BYTES), str(RATE), str(SHARE), str(may_go_on))
+        moves = json.loads(ranks[0].stdout.readline())
+        sent = sum(bed.counters(host, rail).sent_bytes for host in range(num_hosts) for rail in range(ranks_per_host))
         may_go_on.touch()
-        iterations = json.loads(processes[0].communicate(timeout=LIMIT_S)[0])
-        assert [process.wait(LIMIT_S) for process in processes] == [0] * len(places)
+        iterations = json.loads(ranks[0].stdout.read())
+        assert [rank.ended(LIMIT_S) for rank in ranks] == [0] * len(ranks)
     return moves, iterations, sent
 
 

@@ -6,21 +6,18 @@ One job of 8 ranks, of which four are the network of 2x2, makes all calls, in le
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timed_calls
+from forked_ranks import fork_ranks
 
 from fusco.bench.simulation.laws import demand_of
 from fusco.simulate.cluster import load_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate
 from fusco.testbed import Testbed
-from fusco.testbed.job import rank_environment
 
 NUM_HOSTS, RANKS_PER_HOST, RAILS = 4, 2, 4
 SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbalanced", "trace"), ("uniform", "zipf")
@@ -28,8 +25,6 @@ MBIT, MBIT_OF_RAILS = (200, 500), 100
 HEADERS = 0.993  # of packets of 9000 bytes
 WITHIN = 0.10
 MOST_BUSY = 0.8  # of the cores' time: a time that is too long where they were busier is not the network's
-# Memory of results is used again: pages mapped anew in every call would keep the cores busy.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32), "OMP_NUM_THREADS": "1"}
 
 
 def cases_of(mbit: int) -> list[dict[str, Any]]:
@@ -65,20 +60,9 @@ def measured(tmp_path_factory):
     """Cases and results of each rate."""
     rates = (*MBIT, MBIT_OF_RAILS)
     rounds, go_on = [cases_of(mbit) for mbit in rates], tmp_path_factory.mktemp("rates") / "round"
-    command = [sys.executable, timed_calls.__file__, json.dumps(rounds), str(go_on)]
     num_rails, results = RANKS_PER_HOST * RAILS, []
     with Testbed(NUM_HOSTS, num_rails, rates[0] * 10**6, ranks_per_host=RANKS_PER_HOST) as bed:
-        ranks = [
-            bed.spawn(
-                host,
-                command,
-                local_rank=local_rank,
-                env={**os.environ, **rank_environment(bed, host, local_rank), **MALLOC},
-                stdout=subprocess.PIPE,
-            )
-            for host in range(NUM_HOSTS)
-            for local_rank in range(RANKS_PER_HOST)
-        ]
+        ranks = fork_ranks(bed, "timed_calls", json.dumps(rounds), str(go_on))
         for number, mbit in enumerate(rates):
             for rail in range(num_rails if number else 0):
                 for host in range(NUM_HOSTS):
@@ -87,7 +71,7 @@ def measured(tmp_path_factory):
             line = ranks[0].stdout.readline()
             assert line, f"a rank has failed at {mbit} Mbit/s"
             results.append(json.loads(line))
-        assert [rank.wait(30) for rank in ranks] == [0] * len(ranks)
+        assert [rank.ended(30) for rank in ranks] == [0] * len(ranks)
     return {mbit: list(zip(*of, strict=True)) for mbit, *of in zip(rates, rounds, results, strict=True)}
 
 

@@ -122,8 +122,9 @@ class Host:
         self.favour, self.is_done, self.result, self.error = favour, False, None, None
         self.is_ready: Callable[[], bool] = always
         self._rank, self._function, self._machine = rank, function, machine
-        self._turn = threading.Semaphore(0)
-        self._is_back = threading.Semaphore(0)
+        self._turn, self._is_back = threading.Lock(), threading.Lock()  # held until its turn
+        self._turn.acquire()
+        self._is_back.acquire()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
