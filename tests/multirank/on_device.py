@@ -138,9 +138,9 @@ def _there(value: Any) -> Any:
 
 
 def _back(value: torch.Tensor) -> torch.Tensor:
-    if not (value.is_contiguous() or value.requires_grad):  # ``cpu`` would close gaps, as of scales for TMA
+    if not (value.is_contiguous() or value.requires_grad):  # a plain copy has no gaps, as scales for TMA have
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").copy_(value)
-    copy = value.cpu()
+    copy = value.to("cpu", copy=True)
     if not value.requires_grad and value.numel() and value.is_contiguous():
         value.view(-1).view(torch.uint8).fill_(0xFF)
     return copy
