@@ -111,7 +111,8 @@ class FuscoBackend(EPBackend):
         if self._quantize is None:
             return x
         rows, widths = x.cpu().contiguous(), self._quantize.widths(x.shape[1])
-        values, scales = (torch.empty(len(x), size, dtype=torch.uint8) for size in (widths.values, 4 * widths.scales))
+        sizes = widths.values, 4 * widths.scales
+        values, scales = (torch.empty(len(x), size, dtype=torch.uint8, device="cpu") for size in sizes)
         quantize_rows(rows, self._quantize, values, scales)
         codes, of_blocks = values.view(torch.float8_e4m3fn), scales.view(torch.float32)
         return dequantize_rows(codes, of_blocks, self._quantize, x.dtype).to(x.device)
@@ -139,7 +140,7 @@ class FuscoBackend(EPBackend):
         columns = torch.arange(len(order), device=rows.device) - starts[tokens]
         ids = counts.new_full((len(starts), self.args.topk), -1)
         ids[tokens, columns] = self._experts_of(counts)[order]
-        weights = torch.zeros(ids.shape, device=rows.device)
+        weights = torch.zeros(ids.shape, dtype=torch.float32, device=rows.device)
         assert handle.sent.weights is not None
         weights[tokens, columns] = handle.sent.weights[order]
         handle.places = order[starts]
