@@ -1,4 +1,5 @@
-# The environment is made once in .venv and made anew when pyproject.toml changes.
+# The environment is made once in .venv and made anew when pyproject.toml changes; with BIN=... of another environment,
+# such as BIN=/usr/bin, nothing is installed.
 PYTHON ?= python3
 # The version that CI tests with; any from 2.7 on should do, 2.11 for fusco.fsdp.
 TORCH ?= torch==2.13.0
@@ -8,7 +9,7 @@ BIN := .venv/bin
 
 .PHONY: setup warm-up demo test test-architectures test-minimum test-gpu wheel test-wheel bench-gpu bench-frameworks attack sanitize lint docs pictures
 
-setup: .venv/.installed
+setup: $(if $(filter .venv/bin,$(BIN)),.venv/.installed)
 
 .venv/.installed: pyproject.toml tests/frameworks.txt
 	$(PYTHON) -m venv .venv
@@ -54,7 +55,7 @@ test-minimum: .venv-minimum/.installed
 	touch $@
 
 # On a machine with GPUs: each kernel on one of them, and several ranks, which share GPUs where there are fewer; the
-# three at the same time, as most of it waits. `make test-gpu-parts -j3 BIN=...` takes another environment's programs.
+# three at the same time, as most of it waits.
 test-gpu: setup
 	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
 
@@ -63,6 +64,7 @@ GPU_WORKERS ?= 3
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
+$(GPU_PARTS) bench-gpu bench-frameworks: export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
 test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda
@@ -71,10 +73,10 @@ test-gpu-within-node:
 test-gpu-between-nodes:
 	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda-nodes
 
-# On a machine with two GPUs, in at most eight minutes: what docs/performance says of them. Results in out/bench-gpu;
-# BENCH="--only h7168-t128 train" chooses.
+# On a machine with two GPUs, in at most twenty minutes: what docs/performance says of them, as records of docs/data in
+# out/bench-gpu/records.jsonl. BENCH="--only 'h7168-*' train" chooses, BENCH="--resume --limit-s 540" does it in parts.
 bench-gpu: setup
-	$(BIN)/python tools/bench_gpu.py $(BENCH)
+	$(BIN)/python tools/bench_gpu.py $(if $(CARRIED),--carried $(CARRIED)) $(BENCH)
 
 # On a machine with two GPUs, in at most nine minutes: frameworks, their own tests and prefills, with the files of
 # CARRIED (tools/bench_frameworks.py says which). Results in out/bench-frameworks; BENCH="--resume" runs what is missing,

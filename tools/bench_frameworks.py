@@ -17,9 +17,7 @@ failed, was killed or was left out because the time was over.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +25,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fusco
-from parts import Outcome, Part, choose, finish, folder, new_parser, read_records, run_parts
+from parts import Outcome, Part, choose, finish, install, new_parser, read_records, run_parts, search_paths
 
 TOOLS = Path(__file__).parent
 OURS = Path(fusco.__file__).parent / "integrations" / "path"
@@ -56,11 +52,8 @@ def part(
     environment: Mapping[str, str] | None = None,
 ) -> Part:
     """Return a part that finds its modules and libraries: the ``deep_ep`` of a folder, and the wheels of ``site``."""
-    ours = (deep_ep, site / "wheels", Path(fusco.__file__).parents[1], TOOLS, os.environ.get("PYTHONPATH"))
-    nvshmem = Path(torch.__file__).parents[1] / "nvidia" / "nvshmem" / "lib"  # DeepEP's library needs it
-    paths = {"PYTHONPATH": ours, "LD_LIBRARY_PATH": (nvshmem, os.environ.get("LD_LIBRARY_PATH"))}
-    variables = {name: os.pathsep.join(map(str, filter(None, each))) for name, each in paths.items()}
-    return Part(command=tuple(command), limit_s=limit_s, folder=cwd, environment={**variables, **(environment or {})})
+    variables = {**search_paths(deep_ep, site=site), **(environment or {})}
+    return Part(command=tuple(command), limit_s=limit_s, folder=cwd, environment=variables)
 
 
 def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Part]:
@@ -108,15 +101,6 @@ def parts_of(carried: Path, out: Path, site: Path, device: str) -> dict[str, Par
     steps = (*python, str(TOOLS / "megatron_steps.py"), "--device", device, "--json", str(out / "megatron-steps.json"))
     parts["megatron-steps"] = part(steps, 90.0, site)
     return parts
-
-
-def install(carried: Path, site: Path) -> None:
-    """Install carried wheels into folders of ``site``, without a network."""
-    for name in ("wheels", "peer"):
-        wheels = sorted(map(str, (carried / name).glob("*.whl")))
-        if wheels and not (site / name).exists():
-            options = ("--quiet", "--no-index", "--no-deps", "--target", str(site / name))
-            subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)  # noqa: S603
 
 
 def show(log: str) -> str:
@@ -171,11 +155,10 @@ def summarize(out: Path, outcomes: Mapping[str, Outcome]) -> str:
 def main() -> int:
     """Run the parts for which there are files."""
     parser = new_parser(__doc__, "out/bench-frameworks")
-    parser.add_argument("--carried", type=folder, required=True)
-    parser.add_argument("--site", type=Path, help="where to install the wheels; by default in the folder of --out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--minutes", type=float, default=9.0, help="limit of all parts")
     chosen = parser.parse_args()
+    if not chosen.carried:
+        parser.error("--carried FOLDER is needed")
     start, out = time.monotonic(), chosen.out.resolve()
     site = (chosen.site or out).resolve()
     parts = choose(parts_of(chosen.carried, out, site, chosen.device), chosen, parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import json
 import os
 import signal
@@ -15,8 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import fusco
 from fusco.bench.harness.environment import commit
 from fusco.core.files import written_beside
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +105,40 @@ def new_parser(description: str | None, out: str) -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--out", type=Path, default=Path(out))
-    parser.add_argument("--only", nargs="+", metavar="PART")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="names, or patterns such as 'decode-*'")
+    parser.add_argument("--carried", type=folder, help="folder of what fusco does not contain")
+    parser.add_argument("--site", type=Path, help="where to install the wheels; by default in the folder of --out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--resume", action="store_true", help="run what was not done with the same command and commit")
     return parser
 
 
 def choose(parts: Mapping[str, Part], chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Part]:
     """Return the parts of ``--only``; ends the program if one does not exist."""
-    if unknown := set(chosen.only or ()) - set(parts):
+    found = {pattern: fnmatch.filter(parts, pattern) for pattern in chosen.only or ["*"]}
+    if unknown := [pattern for pattern, names in found.items() if not names]:
         parser.error(f"no part {', '.join(sorted(unknown))} here: there are {', '.join(parts)}")
-    return {name: part for name, part in parts.items() if not chosen.only or name in chosen.only}
+    return {name: part for name, part in parts.items() if any(name in names for names in found.values())}
+
+
+def install(carried: Path, site: Path) -> None:
+    """Install carried wheels into folders of ``site``, without a network."""
+    for name in ("wheels", "peer"):
+        wheels = sorted(map(str, (carried / name).glob("*.whl")))
+        if wheels and not (site / name).exists():
+            options = ("--quiet", "--no-index", "--no-deps", "--target", str(site / name))
+            subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)  # noqa: S603
+
+
+def search_paths(*folders: Path, site: Path) -> dict[str, str]:
+    """Return variables by which a part finds modules in folders, the wheels of ``site``, fusco, tools and libraries."""
+    of_fusco = Path(fusco.__file__).parents[1]
+    nvshmem = Path(torch.__file__).parents[1] / "nvidia" / "nvshmem" / "lib"  # DeepEP's library needs it
+    found = {
+        "PYTHONPATH": (*folders, site / "wheels", of_fusco, ROOT / "tools", os.environ.get("PYTHONPATH")),
+        "LD_LIBRARY_PATH": (nvshmem, os.environ.get("LD_LIBRARY_PATH")),
+    }
+    return {name: os.pathsep.join(map(str, filter(None, each))) for name, each in found.items()}
 
 
 def finish(out: Path, summary: str, outcomes: Mapping[str, Outcome]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -43,6 +44,18 @@ class _Nothing:
         pass
 
 
+class Event(_Nothing):
+    """An event that knows when the host recorded it."""
+
+    def record(self, *_: object) -> None:
+        """Take the time."""
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return the milliseconds until another event."""
+        return (later._time_s - self._time_s) * 1e3
+
+
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
     """Let code that names CUDA run on the CPU: factories, moves, streams, NCCL's process groups."""
@@ -70,7 +83,8 @@ def without_cuda() -> Iterator[None]:
         torch.multiprocessing: {"spawn": fork},
         torch.cuda: {
             "current_device": lambda: torch.device("cpu"),
-            **_nothings("current_stream", "Stream", "Event", "stream", "synchronize", "set_device"),
+            "Event": Event,
+            **_nothings("current_stream", "Stream", "stream", "synchronize", "set_device"),
         },
         torch.cuda.profiler: _nothings("start", "stop"),
         torch.cuda.nvtx: _nothings("range"),

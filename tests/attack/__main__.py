@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing import forkserver
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -21,11 +22,11 @@ _SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.2}
 
 def main() -> int:
     """Run attacks; the exit code is 1 if one found a fault."""
-    options = _options()
+    options = parse()
     PRELOADED.extend(["compiled_kernels", "attack.serving"])
     forkserver.set_forkserver_preload(PRELOADED)
     console = Console(highlight=False, soft_wrap=True, markup=False)  # errors have brackets
-    attacks = Attacks(options.seed)
+    attacks = Attacks(options.seed, options.device, options.json)
     spent, done = dict.fromkeys(options.only, 0.0), dict.fromkeys(options.only, 0)
     began = time.monotonic()
     failure = ""
@@ -62,7 +63,8 @@ def _attack(console: Console, attacks: Attacks, kind: str, number: int, began: f
     return ""
 
 
-def _options() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m attack", description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0, help="start no attack after this time (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: 0)")
@@ -70,7 +72,12 @@ def _options() -> argparse.Namespace:
         "--only", type=_kinds, default=list(_SHARES), help=f"kinds, separated by commas: {', '.join(_SHARES)}"
     )
     parser.add_argument("--index", type=int, help="run only the attack with this number, of each kind")
-    return parser.parse_args()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: of survivors only")
+    parser.add_argument("--json", type=Path, help="file that gets a line for each strike of survivors")
+    chosen = parser.parse_args(arguments)
+    if chosen.device == "cuda" and [*chosen.only] != ["survivors"]:
+        parser.error("--device cuda goes with --only survivors")
+    return chosen
 
 
 def _kinds(text: str) -> Sequence[str]:

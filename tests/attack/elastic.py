@@ -2,43 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from random import Random
+
+import torch
 
 from attack.configuration import draw
 from attack.on_ranks import Holdings
 from attack.serving import End, Right, Service, serve
+from fusco import Settings, Topology
+from fusco.ranks.emulation import emulated_network
 from fusco.ranks.progress import new_store
 
-TIMEOUT_S = 4.0
-_WORLDS = ((3, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4))
+TIMEOUT_S = {"cpu": 4.0, "cuda": 12.0}  # ranks that shared a GPU took more than 8 s to connect over NCCL
+_WORLDS = {"cpu": ((3, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4))}
+_WORLDS["cuda"] = ((2, 1), (2, 2), (4, 2), (4, 4))
 _NUM_STRIKES = 12  # of a case, after each of which all ranks are there again
 _LIMIT_S = 120.0  # of what has no other limit
-_NEXT_STEP_S, _SLACK_S = 1.0, 1.5  # after a kill, and what a machine adds for each process that waits for a core
+# After a kill, on CUDA with new memory and connections, and what a machine adds for each process that waits for a core.
+_NEXT_STEP_S, _SLACK_S = {"cpu": 1.0, "cuda": 10.0}, 1.5
 _NUM_TIMES = 3  # that are compared
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
-def go_on(random: Random, *name: int | str) -> str:
+def go_on(random: Random, *name: int | str, device: str = "cpu", records: Path | None = None) -> str:
     """Strike ranks of one communicator and start others in their places, again and again; return a summary.
 
-    Stopped ones continue, and learn that they are out. Some new ones are killed while they join.
+    Stopped ones continue, and learn that they are out. Some new ones are killed while they join. A file of ``records``
+    gets a line for each strike.
     """
-    configuration = draw(random, _WORLDS, TIMEOUT_S)
-    rails = random.choice(("", "lo")) if configuration.num_ranks != configuration.setup.ranks_per_node else ""
-    what = f"{configuration}, rails {rails or 'none'}"
+    configuration = draw(random, _WORLDS[device], TIMEOUT_S[device])
+    setup, num_ranks = configuration.setup, configuration.num_ranks
+    is_cpu, environments = device == "cpu", [{}] * num_ranks
+    rails = random.choice(("", "lo")) if is_cpu and num_ranks != setup.ranks_per_node else ""
+    if not is_cpu:
+        setup = replace(setup, device=device, settings=Settings(timeout_s=TIMEOUT_S[device]))
+        topology = Topology.of_equal_nodes(num_ranks, setup.ranks_per_node)
+        environments = emulated_network(topology, os.environ, torch.cuda.device_count())
     store = new_store()
     service = Service(
-        port=store.port, num_ranks=configuration.num_ranks, setup=configuration.setup, rails=rails, name=name
+        port=store.port, num_ranks=num_ranks, setup=setup, rails=rails, name=name, environments=tuple(environments)
     )
-    world, times = _World(service, what), []
+    world, times = _World(service, f"{configuration}, rails {rails or 'none'}", records), []
     try:
         world.start(range(service.num_ranks), is_new=False)
         world.await_right(range(service.num_ranks))
@@ -50,13 +64,13 @@ def go_on(random: Random, *name: int | str) -> str:
         world.kill()
     first_s, last_s = min(times), max(times)
     done = f"{world.num_struck} struck, right after {first_s:.2f} to {last_s:.2f} s"
-    return f"{done}, grew by {world.grown_mib:.1f} MiB: {what}"
+    return f"{done}, grew by {world.grown_mib:.1f} MiB: {world.what}"
 
 
 def _strike(world: _World, random: Random) -> float:
     """Kill or stop ranks, one after the other; return the seconds until all others were right again."""
-    num_ranks = world.service.num_ranks
-    victims = random.sample(range(num_ranks), random.choice((1, 1, 2, min(3, num_ranks - 1))))
+    num_ranks, device = world.service.num_ranks, world.service.setup.device
+    victims = random.sample(range(num_ranks), random.choice((1, 1, min(2, num_ranks - 1), min(3, num_ranks - 1))))
     kinds = [random.choice((*[signal.SIGKILL] * 7, signal.SIGSTOP)) for _ in victims]
     left, num_stopped = [rank for rank in range(num_ranks) if rank not in victims], kinds.count(signal.SIGSTOP)
     time.sleep(random.uniform(0, 0.3))
@@ -67,7 +81,9 @@ def _strike(world: _World, random: Random) -> float:
     told = world.await_right(left)
     strikes = ", ".join(f"{kind.name} to rank {rank}" for kind, rank in zip(kinds, victims, strict=True))
     late_s, slack_s = max(each[-1].at for each in told.values()) - struck_at, _SLACK_S * max(1.0, _load())
-    assert late_s < _NEXT_STEP_S + slack_s + TIMEOUT_S * num_stopped, f"{strikes} on {world.what}: {late_s:.2f} s"
+    world.record(strikes, struck_at, [message for each in told.values() for message in each])
+    limit_s = _NEXT_STEP_S[device] + slack_s + TIMEOUT_S[device] * num_stopped
+    assert late_s < limit_s, f"{strikes} on {world.what}: {late_s:.2f} s"
     for rank, each in told.items():
         named, gone = ({peer for message in each for peer in getattr(message, what)} for what in ("named", "gone"))
         assert gone == set(victims), f"{strikes} on {world.what}: rank {rank} lost {gone}"
@@ -106,6 +122,7 @@ class _World:
 
     service: Service
     what: str
+    records: Path | None
     processes: dict[int, tuple[BaseProcess, Connection]] = field(default_factory=dict)
     stopped: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
     num_struck: int = 0
@@ -144,6 +161,17 @@ class _World:
         if kind == signal.SIGSTOP:
             self.stopped.append((process, pipe))
 
+    def record(self, strikes: str, struck_at: float, told: Collection[Right]) -> None:
+        """Write when the last rank had named a failure, had shrunk and was right, in seconds after the last strike."""
+        if self.records:
+            times = {name: max(getattr(each, name) for each in told) for name in ("named_at", "shrunk_at", "at")}
+            named_s, shrunk_s, right_s = (round(at - struck_at, 4) for at in times.values())
+            setup, ranks = self.service.setup, self.service.num_ranks
+            place = {"device": setup.device, "ranks": ranks, "ranks_per_node": setup.ranks_per_node}
+            line = {**place, "strikes": strikes, "named_s": named_s, "shrunk_s": shrunk_s, "right_s": right_s}
+            with self.records.open("a") as lines:
+                lines.write(json.dumps({"kind": "strike", **line}) + "\n")
+
     def await_right(self, ranks: Collection[int]) -> dict[int, list[Right]]:
         """Return what each of these ranks has said until it was right with just their processes as members."""
         told: dict[int, list[Right]] = {rank: [] for rank in ranks}
@@ -181,7 +209,7 @@ class _World:
             assert not ended.excluded, f"{self.what}: {ended}"
         self.processes = {}
         for rank, each in self.holdings.items():
-            if len(each) > 2 * _NUM_TIMES:
+            if self.service.is_on_cpu and len(each) > 2 * _NUM_TIMES:
                 (_, *before), (_, *after) = _least(each[:_NUM_TIMES]), _least(each[-_NUM_TIMES:])
                 has_more = any(late > early for early, late in zip(before, after, strict=True))
                 assert not has_more, f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"

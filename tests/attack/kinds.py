@@ -34,8 +34,9 @@ _GROWTH_MIB = 2.0
 class Attacks:
     """Attacks on ranks. The world of ranks is started at first use; an attack that kills ranks starts its own."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, device: str = "cpu", records: Path | None = None) -> None:
+        """On CUDA there are survivors only; a file of ``records`` gets a line for each of their strikes."""
+        self._seed, self._device, self._records = seed, device, records
         self._world: LocalWorld | None = None
         self.kinds: dict[str, Callable[[int], str]] = {
             "random": self.random,
@@ -47,9 +48,14 @@ class Attacks:
             "addresses": lambda number: rails_attacks.addresses(self._random_of("addresses", number)),
             "saves": self.saves,
             "moves": self.moves,
-            "survivors": lambda number: elastic.go_on(self._random_of("survivors", number), self._seed, number),
+            "survivors": self.survivors,
         }
         warm_up()
+
+    def survivors(self, number: int) -> str:
+        """Ranks are killed and stopped at random times; the others go on."""
+        options = {"device": self._device, "records": self._records}
+        return elastic.go_on(self._random_of("survivors", number), self._seed, number, **options)
 
     def random(self, number: int) -> str:
         """Rounds of every kind on a random communicator."""

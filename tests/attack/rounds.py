@@ -270,13 +270,12 @@ def replace_experts(at: Round) -> None:
 def reject_input(at: Round) -> None:
     """Invalid input on one rank: it raises the error, and all others raise ``RejectedInputError``."""
     mistaken = at.random.choice(at.everyone)
-    ids = torch.zeros(1, 1, dtype=torch.int64)
     error, text = fusco.RejectedInputError, f"rank {at.comm.topology.numbers[mistaken]} rejected its input"
     if at.rank == mistaken:
-        ids += at.setup.num_experts
-        error, text = ValueError, str(at.setup.num_experts)
+        error, text = ValueError, "the routing 1 tokens"
+    x = torch.zeros(1 + (at.rank == mistaken), 1, dtype=torch.uint8)
     with pytest.raises(error, match=text):
-        at.comm.dispatch(torch.zeros(1, 1, dtype=torch.uint8), ids)
+        at.comm.dispatch(x, torch.zeros(1, 1, dtype=torch.int64))
 
 
 _KINDS: dict[Callable[[Round], None], int] = {

@@ -32,6 +32,7 @@ class Service:
         setup: its arguments.
         rails: interfaces for ``FUSCO_RAILS``, or ``""``.
         name: seeds the rounds.
+        environments: variables of each rank, which NCCL reads.
     """
 
     port: int
@@ -39,6 +40,12 @@ class Service:
     setup: Setup
     rails: str
     name: tuple[int | str, ...]
+    environments: tuple[dict[str, str], ...]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether ranks have no GPU: libraries of CUDA hold files and memory of their own."""
+        return self.setup.device == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +57,9 @@ class Right:
         pids: the processes of the members, by rank.
         lost: experts that are lost.
         named: ranks that failures have named since the last message.
+        named_at: when the first of these failures was raised.
         gone: ranks that ``shrink`` has returned since then.
+        shrunk_at: when it last returned.
         texts: of these failures.
         holdings: resources of the process.
     """
@@ -59,7 +68,9 @@ class Right:
     pids: dict[int, int]
     lost: tuple[int, ...]
     named: tuple[int, ...]
+    named_at: float
     gone: tuple[int, ...]
+    shrunk_at: float
     texts: tuple[str, ...]
     holdings: Holdings
 
@@ -75,7 +86,9 @@ class End:
 def serve(service: Service, rank: int, pipe: Connection, *, is_new: bool) -> None:
     """Serve as a rank; send ``Right``, then ``End``, or the error of the process."""
     torch.set_num_threads(1)
-    os.environ["FUSCO_RAILS"] = service.rails
+    os.environ.update(service.environments[rank], FUSCO_RAILS=service.rails)
+    if not service.is_on_cpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
         pipe.send(_served(service, rank, pipe, is_new=is_new))
     except BaseException as error:
@@ -97,14 +110,15 @@ def _served(service: Service, rank: int, pipe: Connection, *, is_new: bool) -> E
         excluded = str(error)
     with contextlib.suppress(fusco.PeerFailureError):  # of a rank that has been killed meanwhile
         comm.close()
-    return End(still_held=still_held(), excluded=excluded)
+    return End(still_held=still_held() if service.is_on_cpu else [], excluded=excluded)
 
 
 def _joined(service: Service, rank: int, store: dist.Store) -> fusco.Communicator:
     """Join, again if others fail meanwhile: then processes that join are left out."""
     while True:
         try:
-            return fusco.Communicator.join(store, rank=rank, **arguments_of(service.setup))
+            comm = fusco.Communicator.join(store, rank=rank, **arguments_of(service.setup))
+            return service.setup.on_device(comm)
         except fusco.PeerFailureError:
             time.sleep(0.01)
 
@@ -119,11 +133,12 @@ def _serve_until_told(
     members, turn, shrinks = Members(comm, service.num_ranks), 0, False
     said: dict[int, int] = {}
     failures, gone = list[fusco.PeerFailureError](), set[int]()
+    named_at = shrunk_at = 0.0
     while True:
         try:
             if shrinks:
                 gone |= {*comm.shrink()}
-                shrinks, turn = False, 0
+                shrinks, turn, shrunk_at = False, 0, time.monotonic()
             if not is_new and len(comm.ranks) < service.num_ranks and comm.grow(store):
                 turn = 0
             is_new = False
@@ -136,7 +151,9 @@ def _serve_until_told(
                     pids=pids,
                     lost=comm.lost_experts,
                     named=tuple({peer for error in failures for peer in error.peers}),
+                    named_at=named_at,
                     gone=tuple(gone),
+                    shrunk_at=shrunk_at,
                     texts=tuple(map(str, failures)),
                     holdings=Holdings.now(),
                 )
@@ -148,5 +165,6 @@ def _serve_until_told(
         except fusco.ExcludedError:
             raise
         except fusco.PeerFailureError as error:
+            named_at = named_at if failures else time.monotonic()
             failures.append(error.with_traceback(None))
             shrinks = True

@@ -163,6 +163,7 @@ def arguments_of(setup: Setup) -> dict[str, Any]:
         "ranks_per_node": setup.ranks_per_node,
         "balancer": setup.balancer,
         "settings": setup.settings,
+        "device": setup.device,
     }
 
 

@@ -1,4 +1,4 @@
-"""Parts of vLLM 0.33.0, SGLang 0.5.23, VeOmni 0.1.12 and torchtitan 0.3.0 that adapters use, where these are missing.
+"""Parts of vLLM 0.33.0, SGLang 0.5.23, VeOmni 0.1.12, torchtitan 0.3.0 and CollectiveX that adapters use.
 
 Names, signatures and registries are facts of those versions. What runs here does what the frameworks do between the
 calls of an adapter.
@@ -152,6 +152,20 @@ def derive(source: Any, target_cls: type, **deltas: Any) -> Any:
     return target_cls(num_experts=source.num_experts, top_k=source.top_k, **deltas)
 
 
+class EPBackend:
+    """CollectiveX's base of backends, as far as one overrides or calls it."""
+
+    stage_device_work = False
+    receive_layout, combine_weight_semantics = "token-rank", "unweighted-rank-sum"
+
+    def __init__(self, args, rank, world_size, local_rank, device) -> None:
+        self.args, self.rank, self.world_size, self.local_rank, self.device = args, rank, world_size, local_rank, device
+        self.mode, self.precision = args.mode, args.precision
+
+    def finalize(self, rc: int) -> int:
+        return rc
+
+
 def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, Any]]:
     veomni_state = SimpleNamespace(ep_group=group)
     parallel = SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
@@ -189,6 +203,7 @@ def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, 
             "HardwareRequirement": lambda device_type: device_type,
         },
         "veomni.ops.kernels.moe": {"apply_veomni_fused_moe_patch": apply_veomni_fused_moe_patch},
+        "ep_backend": {"EPBackend": EPBackend},
         "torchtitan.config.override": {"derive": derive, "override": override},
         "torchtitan.distributed.activation_checkpoint": {"SelectiveAC": SelectiveAC},
         "torchtitan.models.common.token_dispatcher": {
@@ -218,6 +233,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
 
 
 def _forget_adapters() -> None:
-    for name in ("vllm", "vllm_quantization", "sglang", "veomni", "torchtitan"):
+    for name in ("vllm", "vllm_quantization", "sglang", "veomni", "torchtitan", "collectivex"):
         sys.modules.pop(f"fusco.integrations.{name}", None)
         vars(fusco.integrations).pop(name, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,8 @@ def use_network_only(group: dist.ProcessGroup) -> None:
 class OnDevice:
     """A CUDA communicator that takes and returns CPU tensors; other attributes are those of the communicator."""
 
+    is_on_device = True
+
     def __init__(self, comm: fusco.Communicator) -> None:
         self._comm = comm
 
@@ -82,20 +85,20 @@ class OnDevice:
             weights=None if sent.weights is None else _back(sent.weights),
         )
 
-    def dispatch_again(self, x: Any, handle: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_back, self._comm.dispatch_again(_there(x), handle)))
+    def dispatch_again(self, x: Any, handle: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_back, self._comm.dispatch_again(_there(x), handle, **options)))
 
     def combine(self, y: Any, handle: Any, **options: Any) -> torch.Tensor:
         return _back(self._comm.combine(_there(y), handle, **options))
 
-    def combine_all(self, ys: Any, handle: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(map(_back, self._comm.combine_all(_there(ys), handle)))
+    def combine_all(self, ys: Any, handle: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(map(_back, self._comm.combine_all(_there(ys), handle, **options)))
 
-    def dispatch_weights(self, topk_weights: Any, handle: Any) -> torch.Tensor:
-        return _back(self._comm.dispatch_weights(_there(topk_weights), handle))
+    def dispatch_weights(self, topk_weights: Any, handle: Any, **options: Any) -> torch.Tensor:
+        return _back(self._comm.dispatch_weights(_there(topk_weights), handle, **options))
 
-    def combine_weights(self, values: Any, handle: Any) -> torch.Tensor:
-        return _back(self._comm.combine_weights(_there(values), handle))
+    def combine_weights(self, values: Any, handle: Any, **options: Any) -> torch.Tensor:
+        return _back(self._comm.combine_weights(_there(values), handle, **options))
 
     def shuffle(self, send: Any, receive: Any) -> None:
         there = _partners_there(receive)
@@ -116,6 +119,15 @@ class OnDevice:
         segments.base.copy_(there.base)
 
 
+def as_on_device(group: dist.ProcessGroup, job: Any, *args: Any) -> Any:
+    """Run a test's function on the CPU through ``OnDevice``: what tests on GPUs ask of it, it can do."""
+    from rank_setup import Setup  # noqa: PLC0415  it imports this module
+
+    through = mock.patch.object(Setup, "on_device", lambda _, comm: OnDevice(comm))
+    with through, mock.patch.object(torch.Tensor, "cuda", torch.Tensor.clone):
+        return job(group, *args)
+
+
 def _there(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return value.cuda()
@@ -126,7 +138,9 @@ def _there(value: Any) -> Any:
 
 
 def _back(value: torch.Tensor) -> torch.Tensor:
-    copy = value.cpu()
+    if not (value.is_contiguous() or value.requires_grad):  # a plain copy has no gaps, as scales for TMA have
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu").copy_(value)
+    copy = value.to("cpu", copy=True)
     if not value.requires_grad and value.numel() and value.is_contiguous():
         value.view(-1).view(torch.uint8).fill_(0xFF)
     return copy

@@ -1,10 +1,11 @@
-"""Adapters of vLLM 0.33.0, SGLang 0.5.23, VeOmni 0.1.12 and torchtitan 0.3.0, by the signatures of those versions."""
+"""Adapters of vLLM 0.33.0, SGLang 0.5.23, VeOmni 0.1.12, torchtitan 0.3.0 and CollectiveX, by their signatures."""
 
 from __future__ import annotations
 
 import time
 
 import adapter_jobs as jobs
+import collectivex_jobs
 import pytest
 import vllm_adapter_jobs as vllm_jobs
 from frozen_frameworks import SGLangFp8Method, SGLangUnquantizedMethod
@@ -70,3 +71,13 @@ def test_torchtitans_layers_share_communicators_and_notice_another_order(world):
         assert first.startswith("ranks call different collectives: Communicator(")
         assert second.startswith("ranks call different collectives: dispatch on rank 0, Communicator(")
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_collectivex_sees_each_token_and_right_sums(world, mode, precision, ranks_per_node):
+    for errors in world.run(collectivex_jobs.judged, 4, mode, precision, ranks_per_node):
+        assert errors.pop("sums") < 0.08  # parts of up to 16, rounded to 8 bits
+        assert errors.pop("staged") < 0.03
+        assert set(errors.values()) == {0}, errors

@@ -1,4 +1,4 @@
-"""Layers of Megatron-core, Automodel and torchtitan on fusco, unchanged; skipped where they are not installed."""
+"""Layers of frameworks, and CollectiveX's oracle, on fusco, unchanged; skipped where they are not installed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 
+import collectivex_jobs
 import framework_jobs as jobs
 import pytest
 import sglang_jobs
@@ -101,6 +102,18 @@ def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode):
             pytest.skip(errors)
         assert len(errors) == (8 if mode == "AUTO" else 3)
         assert max(errors) < BOUND["cpu", BF16], errors
+
+
+@needs("ep_harness")
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_collectivexs_oracle_passes(pair, mode, precision, ranks_per_node):
+    world, device = pair
+    for reports in world.run(collectivex_jobs.oracle_reports, 2, device, mode, precision, ranks_per_node):
+        assert len(reports) == 3
+        for report in reports:
+            assert all(report["checks"].values()), report
 
 
 @needs("megatron")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import quantized_jobs as jobs
 import torch
+from on_device import as_on_device
 from rank_setup import Setup
 
 from fusco import Quantize, Settings
@@ -93,6 +94,11 @@ def test_links_carry_about_half_of_the_bytes(world):
     for plain, quantized in world.run(jobs.row_bytes_of, 4, SETUP):
         assert plain > 0
         assert quantized * 2 * jobs.HIDDEN == plain * Quantize().row_bytes(jobs.HIDDEN)
+
+
+@pytest.mark.cpu_only
+def test_gpu_tests_see_values_and_scales_as_they_are(world):
+    world.run(as_on_device, 2, jobs.check_quantized, SETUP, FORMATS, torch.bfloat16)
 
 
 def test_room_for_quantised_rows_is_enough(world):

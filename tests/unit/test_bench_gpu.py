@@ -30,15 +30,58 @@ def part(script, limit_s, **more):
     return importlib.import_module("parts").Part(command=(sys.executable, "-c", script), limit_s=limit_s, **more)
 
 
-def test_every_part_is_a_valid_command(tool, tmp_path):
-    for each in tool.parts_of(tmp_path).values():
-        command, arguments = typer.main.get_command(app), list(each.command[3:])
+@pytest.fixture
+def carried(tmp_path):
+    """What a part needs that fusco does not contain: the referee's interface of its command line."""
+    referee = tmp_path / "carried" / "collectivex"
+    (referee / "configs").mkdir(parents=True)
+    return tmp_path / "carried"
+
+
+def parse(arguments, tmp_path):
+    """Return the device and the file of records that a part's command line names; raises for what it does not know."""
+    if arguments[:2] == ["-m", "fusco"]:
+        command, arguments = typer.main.get_command(app), arguments[2:]
         while hasattr(command, "commands") and arguments[0] in command.commands:
             command = command.commands[arguments.pop(0)]
-        context = command.make_context(command.name, arguments)  # raises for an unknown option or value
-        assert context.params["device"] == "cuda"
-        assert context.params["json"] == each.records
-        assert each.limit_s <= tool.LIMIT_S
+        chosen = command.make_context(command.name, arguments).params
+        return chosen["device"], chosen["json"]
+    if arguments[:2] == ["-m", "attack"]:
+        from attack.__main__ import parse as parse_attack  # noqa: PLC0415  not on the path elsewhere
+
+        chosen = parse_attack(arguments[2:])
+    else:
+        assert arguments[:4] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        assert Path(arguments[4]).exists()
+        chosen = importlib.import_module("collectivex").new_parser().parse_args(arguments[5:])
+        assert chosen.referee == tmp_path / "carried" / "collectivex"
+    return chosen.device, chosen.json
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_part_is_a_valid_command(tool, tmp_path, carried, device, monkeypatch):
+    for folder in ("tests/multirank", "tests/unit/rails"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    parts = tool.parts_of(tmp_path, tmp_path, device, carried)
+    assert {"h7168-t128", "h2048-t16384", "nodes-t8192", "decode-fp8", "balance", "survivors"} < set(parts)
+    assert [name for name in parts if name.startswith("referee")] == [
+        f"referee-{mode}-{precision}"
+        for mode in ("normal-decode", "low-latency-decode", "normal-prefill")
+        for precision in ("bf16", "fp8")
+    ]
+    for each in parts.values():
+        assert parse(list(each.command[1:]), tmp_path) == (device, each.records)
+        assert each.limit_s <= 300
+
+
+def test_records_come_back_in_one_file(tool, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"kind": "step", "loss": 2.0}\n')
+    (tmp_path / "train.txt").write_text("a table\n")
+    tool.gather(tmp_path, dict.fromkeys(("train", "left out"), tool.Outcome("done", 1.0)), "cpu")
+    origin, *records = map(json.loads, (tmp_path / "records.jsonl").read_text().splitlines())
+    assert list(origin) == ["source", "date", "commit", "hardware"]
+    assert records == [{"part": "train", "kind": "step", "loss": 2.0}]
+    assert (tmp_path / "logs.txt").read_text() == "== train\na table\n\n"
 
 
 def test_parts_that_end_fail_or_hang(tool, tmp_path):
@@ -91,7 +134,7 @@ def test_a_training_run_has_one_line(tool, tmp_path):
     records = [{"kind": "step"}, {"kind": "run", "dispatcher": "torch", "step_ms": 186.0, **run}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + os.linesep for record in records))
     lines = tool.summarize(tmp_path, {"train": tool.Outcome("done", 1.0)}).splitlines()
-    assert lines[2:] == ["| train | torch | 1.00 + 1.00 | 1.00 + 1.00 | step 186.0 | | | |"]
+    assert lines[2:] == ["| train | torch | 1.00 + 1.00 | 1.00 + 1.00 | step 186.0 |  |  |  |"]
 
 
 def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
@@ -100,14 +143,30 @@ def test_a_prefill_has_a_line_for_each_variant(tool, tmp_path):
     records = [{"kind": "skipped", "variant": "deep_ep"}, {**record, "batch": "skewed: 8, 1", "ttft_ms": 33.333}]
     (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(each) + os.linesep for each in records))
     lines = tool.summarize(tmp_path, {"prefill": tool.Outcome("done", 1.0)}).splitlines()
-    assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skew2, skewed: 8, 1: 33.3 | | | yes |"]
+    assert lines[2:] == ["| prefill | torch | 1.00 | 2.00 | skew2, skewed: 8, 1: 33.3 |  |  | yes |"]
 
 
 def test_a_decode_has_a_line_for_each_variant(tool, tmp_path):
     record = {"kind": "bench.decode", "variant": "allgather", "tokens": 64, "micro_batches": 2, "tpot_ms": 12.5}
     (tmp_path / "decode-fp8.jsonl").write_text(json.dumps({**record, "verified": False}) + os.linesep)
     lines = tool.summarize(tmp_path, {"decode-fp8": tool.Outcome("done", 1.0)}).splitlines()
-    assert lines[2:] == ["| decode-fp8 | allgather | | | 64 tokens in 2: 12.500 | | | NO |"]
+    assert lines[2:] == ["| decode-fp8 | allgather |  |  | 64 tokens in 2: 12.500 |  |  | NO |"]
+
+
+def test_a_strike_and_a_point_of_the_referee_have_lines(tool, tmp_path):
+    strike = {"kind": "strike", "ranks": 4, "strikes": "SIGKILL to rank 1", "right_s": 0.25}
+    (tmp_path / "survivors.jsonl").write_text(json.dumps(strike) + "\n")
+    times = {"dispatch": 10.0, "combine": 20.0, "roundtrip": 40.0, "pair_period": 35.0}
+    components = {name: {"percentiles_us": {"p50": us}} for name, us in times.items()}
+    row = {"tokens_per_rank": 8, "components": components, "correctness": {"passed": True}}
+    document = {"record_type": "case-attempt", "implementation": {"name": "fusco"}, "measurement": {"rows": [row]}}
+    (tmp_path / "referee.jsonl").write_text(json.dumps(document) + "\n")
+    ends = dict.fromkeys(("survivors", "referee"), tool.Outcome("done", 1.0))
+    lines = tool.summarize(tmp_path, ends).splitlines()
+    assert lines[2:] == [
+        "| survivors | fusco |  |  | 4 ranks, SIGKILL to rank 1: right after 250 |  |  | yes |",
+        "| referee | fusco, 8 tokens | 0.010 | 0.020 | 0.040 | 0.035 |  | yes |",
+    ]
 
 
 @pytest.fixture

@@ -8,10 +8,11 @@ from typing import Literal
 STDOUT = Path("-")  # given as a file for JSON lines
 MAX_CASE_S = 600.0  # of a case of ``fusco bench rails``
 
-# Traffic patterns: the destinations of tokens.
+# Traffic patterns: the destinations of tokens. The last four are workloads of Megatron-LM's pull request 7488.
 Pattern = Literal[
-    "trace", "uniform", "single-node", "imbalanced", "zipf", "one-rank", "one-expert", "one-prompt", "ragged"
-]
+    "trace", "uniform", "single-node", "imbalanced", "zipf", "one-rank", "one-expert", "one-prompt", "ragged",
+    "round-robin", "hot-experts", "hot-spread", "idle-experts",
+]  # fmt: skip
 REPLAYED = ("trace", "one-prompt", "ragged")  # routing of a trace; the last two are prefills
 
 # The names of ``fusco.simulate.systems.SYSTEMS``; a test compares them.

@@ -19,7 +19,9 @@ def nodes_of(load, rank):
     return expert_to_node[load.routing(rank).topk_idx]
 
 
-@pytest.mark.parametrize("pattern", ["uniform", "single-node", "imbalanced"])
+@pytest.mark.parametrize(
+    "pattern", ["uniform", "single-node", "imbalanced", "hot-experts", "hot-spread", "idle-experts"]
+)
 def test_experts_of_a_token_differ_and_any_process_rebuilds_them(pattern):
     load = workload(pattern)
     ids = load.routing(3).topk_idx
@@ -45,6 +47,30 @@ def test_imbalanced_traffic_is_bimodal():
     extreme = [share for share in shares if share < 0.15 or share > 0.85]
     assert len(extreme) > len(shares) / 2
     assert min(shares) < 0.15 < 0.85 < max(shares)
+
+
+def test_tokens_take_experts_in_turn():
+    ids = workload("round-robin", num_experts=12, num_topk=5, tokens=3).routing(1).topk_idx
+    assert ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hot", "busiest"),
+    [
+        # of 64 experts; three of four tokens choose among these, so that they have 3/4 + 1/4 x their part of all rows
+        ("hot-experts", range(16), 0.8125),
+        ("hot-spread", range(0, 64, 2), 0.875),
+        ("idle-experts", range(32, 64), 1.0),
+    ],
+)
+def test_megatrons_skewed_workloads(pattern, hot, busiest):
+    ids = workload(pattern, tokens=2000).routing(0).topk_idx
+    is_hot = torch.isin(ids, torch.tensor(hot))
+    assert float(is_hot.float().mean()) == pytest.approx(busiest, abs=0.01)
+    others = ids[torch.arange(2000) % 4 > 0]
+    assert set(others.unique().tolist()) == set(hot)
+    with pytest.raises(ValueError, match=f"8 experts per token do not fit in the . of {pattern} traffic"):
+        workload(pattern, num_experts=12)
 
 
 @pytest.mark.parametrize(

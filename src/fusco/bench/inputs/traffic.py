@@ -6,7 +6,7 @@ The routing of a rank depends on (seed, rank) alone, so any process can rebuild 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,6 +27,12 @@ from fusco.planner.routing import Routing
 _SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2): most ranks have almost no or almost only remote traffic, as in FUSCO's Fig. 10
 _SUFFIXES = (".npz", ".npy")
+# The experts that most tokens, or all, choose among: bool (num_experts,).
+_EXPERT_SETS: dict[str, Callable[[int], torch.Tensor]] = {
+    "hot-experts": lambda num: torch.arange(num, device="cpu") < num // 4,
+    "hot-spread": lambda num: torch.arange(num, device="cpu") % 2 == 0,
+    "idle-experts": lambda num: torch.arange(num, device="cpu") >= num // 2,
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,10 @@ def _read_ids(path: Path, key: str | None) -> npt.NDArray[Any]:
 class Workload:
     """Input of a benchmark: shapes, pattern, seed.
 
-    With pattern ``"zipf"`` expert ``i`` (from 1) is as popular as ``i ** -skew``: 0 is even, 1 Zipf's law.
+    With pattern ``"zipf"`` expert ``i`` (from 1) is as popular as ``i ** -skew``: 0 is even, 1 Zipf's law. Those of
+    Megatron-LM's pull request 7488: ``"round-robin"`` (its W0), tokens take the experts in turn; ``"hot-experts"`` (W1,
+    W2 and the steps of W6), three of four tokens choose among the first quarter; ``"hot-spread"`` (W3), among every
+    other one; ``"idle-experts"`` (W5), no token chooses the first half.
     With a ``batch`` ranks have its numbers of tokens, ``tokens`` at most, and the experts of those of the trace.
     Raises ``ValueError`` if pattern and shapes do not fit together.
     """
@@ -123,6 +132,8 @@ class Workload:
             raise ValueError(f"num_topk is {self.num_topk}, more than the {experts} experts")
         if self.pattern in ("single-node", "imbalanced"):
             self._check_nodes()
+        if self.pattern in _EXPERT_SETS and self.num_topk > (allowed := int(_EXPERT_SETS[self.pattern](experts).sum())):
+            raise ValueError(f"{self.num_topk} experts per token do not fit in the {allowed} of {self.pattern} traffic")
         if self.pattern == "one-rank" and self.num_topk > len(self.placement.rank_to_experts[0]):
             raise ValueError(f"{self.num_topk} experts per token do not fit on one rank, of {experts} in total")
         if self.pattern in REPLAYED:
@@ -191,9 +202,16 @@ class Workload:
             gumbel = -_uniform((self.tokens, num_experts), generator).log().neg().log()
             popularity = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu").log()
             return (gumbel - self.skew * popularity).topk(self.num_topk, dim=1).indices
+        if self.pattern == "round-robin":
+            pairs = torch.arange(self.tokens * self.num_topk, device="cpu")
+            return (pairs % num_experts).view(self.tokens, self.num_topk)
         is_allowed = torch.ones(self.tokens, num_experts, dtype=torch.bool, device="cpu")
         if self.pattern == "one-rank":
             is_allowed &= torch.tensor(self.placement.expert_to_rank, device="cpu") == 0
+        elif self.pattern in _EXPERT_SETS:
+            is_allowed &= _EXPERT_SETS[self.pattern](num_experts)
+            if self.pattern != "idle-experts":
+                is_allowed[::4] = True
         elif self.pattern != "uniform":
             expert_to_node = self.placement.membership_table(self.topology.rank_to_node, is_allowed.device)[:-1]
             is_allowed = self._allowed_nodes(rank, generator)[:, expert_to_node]
