@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fusco.control.liveness import Liveness
 from fusco.control.member_board import Exclusion, excluded
-from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer, Unasked
+from fusco.control.status_server import Address, FailureReport, NoAnswer, Status, StatusServer
 from fusco.core.errors import ExcludedError, PeerFailureError, Stall, cleanup_after
 
 # Shares of the limit after a wait without progress: ask all ranks, settle, report to all ranks; the rest is slack.
@@ -43,14 +43,9 @@ class FaultFinder:
     """Knows the other ranks of a communicator, finds which are at fault, and tells all of them. Not thread-safe."""
 
     def __init__(
-        self,
-        rank: int,
-        peers: dict[int, Peer],
-        status_server: StatusServer,
-        timeout_s: float,
-        numbers: Sequence[int] = (),
+        self, rank: int, peers: dict[int, Peer], status_server: StatusServer, timeout_s: float, numbers: Sequence[int]
     ) -> None:
-        """Know ``peers``, all other ranks. Errors name rank ``r`` as ``numbers[r]``, by default as ``r``."""
+        """Know ``peers``, all other ranks. Errors name rank ``r`` as ``numbers[r]``, or as ``r`` if there are none."""
         self._rank, self._peers, self._status_server, self._numbers = rank, peers, status_server, numbers
         self._set_limit(timeout_s)
         self._liveness = Liveness({rank: peer.pid for rank, peer in peers.items() if peer.is_on_this_machine})
@@ -93,16 +88,12 @@ class FaultFinder:
             {rank: peer.address for rank, peer in self._peers.items() if rank not in dead}, _ASKING * self._timeout_s
         )
         self._require_membership(answers)
-        unasked = [
-            f"rank {self._name(rank)} {answer.reason}"
-            for rank, answer in answers.items()
-            if isinstance(answer, Unasked)
-        ]
-        silent = {rank: answer for rank, answer in answers.items() if isinstance(answer, NoAnswer)}
+        without = {rank: answer for rank, answer in answers.items() if not isinstance(answer, Status)}
+        silent = {rank: answer for rank, answer in without.items() if isinstance(answer, NoAnswer)}
         if dead or silent:
             time.sleep(self._settling_s)
-            reasons = [self._describe_end(rank) for rank in dead]
-            reasons += [f"rank {self._name(rank)} {answer.reason}" for rank, answer in silent.items()] + unasked
+            reasons = [*map(self._describe_end, dead)]
+            reasons += [f"rank {self._name(rank)} {answer.reason}" for rank, answer in without.items()]
             has_left = all(answer.has_left for answer in silent.values())
             self._blame(stall, tuple(sorted((*dead, *silent))), f"{symptom}; {'; '.join(reasons)}", has_left=has_left)
         if self._status_server.failure_report:
@@ -157,14 +148,14 @@ class FaultFinder:
         return f"rank {name} is dead or has left: its connection is closed"
 
     def _blame(self, stall: Stall, at_fault: tuple[int, ...], reason: str, *, has_left: bool) -> NoReturn:
-        if not (failure_report := self._status_server.failure_report):  # another rank may have been quicker
-            failure_report = FailureReport(at_fault, reason, self._rank, has_left)
-            failure = self._failure(stall, failure_report)
+        known = self._status_server.failure_report  # another rank may have been quicker
+        failure_report = known or FailureReport(at_fault, reason, self._rank, has_left)
+        failure = self._failure(stall, failure_report)
+        if not known:
             with cleanup_after(failure, "the other ranks could not be notified"):
                 self._report(failure_report)
             self._status_server.failure_report = self._status_server.failure_report or failure_report
-            raise failure
-        raise self._failure(stall, failure_report)
+        raise failure
 
     def _report(self, failure_report: FailureReport) -> None:
         # Also to the ranks at fault: a late or stopped rank should learn why the others have left when it continues.
@@ -181,7 +172,7 @@ class FaultFinder:
             peers=tuple(map(self._name, failure_report.peers)),
             operation=self._operation,
             has_left=failure_report.has_left,
-            stall=self._named(stall),
+            stall=replace(stall, on_ranks=tuple(map(self._name, stall.on_ranks))),
             reason=failure_report.reason + found,
         )
 
@@ -193,11 +184,8 @@ class FaultFinder:
     def _require_membership(self, answers: Mapping[int, object]) -> None:
         """Raise ``ExcludedError`` if a rank has said that this one is left out, or has gone on without it."""
         board = self._status_server.board
-        ahead = [
-            rank
-            for rank, answer in answers.items()
-            if isinstance(answer, Status) and answer.generation > board.installed.number
-        ]
+        number = board.installed.number
+        ahead = [rank for rank, each in answers.items() if isinstance(each, Status) and each.generation > number]
         if ahead and not board.exclusion:
             board.exclusion = Exclusion(tuple(map(self._name, ahead)), self._name(ahead[0]))
         if error := self.exclusion(self._operation):
@@ -205,9 +193,6 @@ class FaultFinder:
 
     def _name(self, rank: int) -> int:
         return self._numbers[rank] if self._numbers else rank
-
-    def _named(self, stall: Stall) -> Stall:
-        return replace(stall, on_ranks=tuple(map(self._name, stall.on_ranks)))
 
 
 def _describe_status(status: Status | None) -> str:

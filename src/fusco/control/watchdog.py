@@ -1,4 +1,4 @@
-"""Every blocking wait of the host goes through here: time limit, liveness checks of peers, and the error message."""
+"""Every blocking wait of the host goes through here: its time limit, and looks at the peers meanwhile."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from fusco.control.status_server import StatusServer
 from fusco.core.errors import ClosedError, Stall
 
 _WAITING = 0.7  # share of the limit that a wait without progress takes
-
 _DEVICE_GAVE_UP = "a wait of the device ended without what it waited for"
 
 # Pauses grow to half a millisecond: ranks may share cores, so a wait must not spin for long.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 20e-6, 500e-6
 _SECONDS_BETWEEN_CHECKS = 0.02
 
-# After a failure, a wait in which something still moves goes on for as long.
-_MAX_MOVING_S = 1.0
-
-# The same in ``check``, which a loop calls after each step.
-_MAX_SETTLING_IN_CHECK_S = 0.02
+_MAX_MOVING_S = 1.0  # after a failure, of a wait in which something still moves
+_MAX_SETTLING_IN_CHECK_S = 0.02  # as a loop calls ``check`` after each step
 
 
 class Network(Protocol):
@@ -88,10 +84,7 @@ class Watchdog(FaultFinder):
 
     def poll(self) -> bool:
         """Progress messages without blocking; return whether any bytes moved."""
-        has_moved = False
-        for network in self._polled:
-            has_moved |= network.poll()
-        return has_moved
+        return bool(sum(network.poll() for network in self._polled))
 
     def check_device(self) -> None:
         """Raise ``PeerFailureError`` if a wait of the device has timed out."""
@@ -121,10 +114,6 @@ class Watchdog(FaultFinder):
     def end(self) -> None:
         """Note that the collective has ended on this rank."""
         self._status_server.note(self._collective, self._operation, "")
-
-    def end_all(self) -> None:
-        """Note that no collective will follow."""
-        self._status_server.leave_siblings()
 
     def interrupt(self, reason: str) -> None:
         """Make all waits of this rank raise ``ClosedError``, the one under way first."""
@@ -217,10 +206,7 @@ class Watchdog(FaultFinder):
         return next((failure for network in self._networks if (failure := network.failure)), "")
 
     def _device_stall(self) -> Stall | None:
-        for probe in self._device_probes:
-            if stall := probe():
-                return stall
-        return None
+        return next((stall for probe in self._device_probes if (stall := probe())), None)
 
     def _raise_what_is_wrong(self) -> NoReturn:
         def stall_of(ranks: tuple[int, ...]) -> Stall:
