@@ -6,17 +6,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from fault_jobs import (
-    TIMEOUT_S,
-    check_often,
-    die,
-    exchange,
-    fail,
-    move,
-    nap,
-    oversleep,
-    stop,
-)
+from fault_jobs import TIMEOUT_S, check_often, die, exchange, fail, move, nap, oversleep, stop
 from struck_worlds import (
     CLOSING_S,
     ONE_NODE,
@@ -94,23 +84,15 @@ STAGES = {
 }
 
 
+def stops(places, **of_all):
+    names = ("topology", "victims", "where", "num_calls_before")
+    return {place: {**dict(zip(names, at, strict=True)), "how": stop, **of_all} for place, at in places.items()}
+
+
 # Faults that others detect after the time limit, in the order of their tests: arguments of ``strike``.
 LATE = {
-    **{
-        place: {"topology": topology, "how": stop, "victims": victims, "where": where, "num_calls_before": num}
-        for place, (topology, victims, where, num) in PLACES.items()
-    },
-    **{
-        place: {
-            "topology": topology,
-            "how": stop,
-            "victims": victims,
-            "where": where,
-            "num_calls_before": num,
-            "is_small": True,
-        }
-        for place, (topology, victims, where, num) in SMALL_PLACES.items()
-    },
+    **stops(PLACES),
+    **stops(SMALL_PLACES, is_small=True),
     "in an all-to-all": {
         "how": stop,
         "victims": (2,),
@@ -221,21 +203,9 @@ def test_a_rank_that_stops_in_an_all_to_all_is_detected_within_the_limit(late):
     assert_broken(fates)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_stops_while_the_communicator_is_made(late, stage):
-    with late(f"making, {stage}") as struck:
-        fates = struck.fates()
-    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_a_rank_dies_before_others_know_its_process(late):
-    with late("dies before anything") as struck:
-        fates = struck.fates()
-    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_a_rank_that_stops_while_closing_is_named(late):
-    with late("closing") as struck:
+@pytest.mark.parametrize("case", [*(f"making, {stage}" for stage in STAGES), "dies before anything", "closing"])
+def test_a_rank_is_named_that_others_do_not_see_fail_as_they_make_or_close_the_communicator(late, case):
+    with late(case) as struck:
         fates = struck.fates()
     assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
 
