@@ -13,8 +13,9 @@ from multiprocessing.process import BaseProcess
 from random import Random
 
 from attack.configuration import draw
-from attack.on_ranks import Holdings
+from attack.on_ranks import Holdings, least
 from attack.serving import End, Right, Service, serve
+from attack.strikes import Strike, Strikes
 from fusco.ranks.progress import new_store
 
 TIMEOUT_S = 4.0
@@ -26,10 +27,10 @@ _NUM_TIMES = 3  # that are compared
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
-def go_on(random: Random, *name: int | str) -> str:
+def go_on(random: Random, strikes: Strikes, *name: int | str) -> str:
     """Strike ranks of one communicator and start others in their places, again and again; return a summary.
 
-    Stopped ones continue, and learn that they are out. Some new ones are killed while they join.
+    Stopped ones continue, and learn that they are out. Some new ones are killed while they join. ``strikes`` counts.
     """
     configuration = draw(random, _WORLDS, TIMEOUT_S)
     rails = random.choice(("", "lo")) if configuration.num_ranks != configuration.setup.ranks_per_node else ""
@@ -38,7 +39,7 @@ def go_on(random: Random, *name: int | str) -> str:
     service = Service(
         port=store.port, num_ranks=configuration.num_ranks, setup=configuration.setup, rails=rails, name=name
     )
-    world, times = _World(service, what), []
+    world, times = _World(service, what, strikes), []
     try:
         world.start(range(service.num_ranks), is_new=False)
         world.await_right(range(service.num_ranks))
@@ -67,6 +68,7 @@ def _strike(world: _World, random: Random) -> float:
     told = world.await_right(left)
     strikes = ", ".join(f"{kind.name} to rank {rank}" for kind, rank in zip(kinds, victims, strict=True))
     late_s, slack_s = max(each[-1].at for each in told.values()) - struck_at, _SLACK_S * max(1.0, _load())
+    world.strikes.late_s["SIGSTOP" if num_stopped else "SIGKILL"].append(late_s - TIMEOUT_S * num_stopped)
     assert late_s < _NEXT_STEP_S + slack_s + TIMEOUT_S * num_stopped, f"{strikes} on {world.what}: {late_s:.2f} s"
     for rank, each in told.items():
         named, gone = ({peer for message in each for peer in getattr(message, what)} for what in ("named", "gone"))
@@ -90,12 +92,6 @@ def _restart(world: _World, random: Random) -> None:
     world.await_right(range(world.service.num_ranks))
 
 
-def _least(holdings: list[Holdings]) -> tuple[float, int, int]:
-    """Return the least memory, descriptors and mappings: a notice to a rank that is stopped has a descriptor, too."""
-    found = [(each.private_mib, each.descriptors, each.mappings) for each in holdings]
-    return tuple(map(min, zip(*found, strict=True)))
-
-
 def _load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
@@ -106,6 +102,7 @@ class _World:
 
     service: Service
     what: str
+    strikes: Strikes
     processes: dict[int, tuple[BaseProcess, Connection]] = field(default_factory=dict)
     stopped: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
     num_struck: int = 0
@@ -120,7 +117,7 @@ class _World:
     def grown_mib(self) -> float:
         """The most that the memory of a process has grown, from its first times with all ranks to its last."""
         found = [each for each in self.holdings.values() if len(each) > 2 * _NUM_TIMES]
-        return max((_least(each[-_NUM_TIMES:])[0] - _least(each[:_NUM_TIMES])[0] for each in found), default=0.0)
+        return max((least(each[-_NUM_TIMES:])[0] - least(each[:_NUM_TIMES])[0] for each in found), default=0.0)
 
     def start(self, ranks: Collection[int], *, is_new: bool) -> None:
         """Start a process for each of these ranks."""
@@ -140,6 +137,9 @@ class _World:
             os.kill(process.pid, kind)
         except ProcessLookupError:
             raise AssertionError(f"{self.what}: rank {rank} has ended: {self._received(pipe, rank)!r}") from None
+        num_ranks, rails = self.service.num_ranks, self.service.rails or "none"
+        num_nodes = num_ranks // self.service.setup.ranks_per_node
+        self.strikes.counts[Strike(kind.name, num_ranks, num_nodes, rails)] += 1
         self.num_struck += 1
         if kind == signal.SIGSTOP:
             self.stopped.append((process, pipe))
@@ -182,7 +182,7 @@ class _World:
         self.processes = {}
         for rank, each in self.holdings.items():
             if len(each) > 2 * _NUM_TIMES:
-                (_, *before), (_, *after) = _least(each[:_NUM_TIMES]), _least(each[-_NUM_TIMES:])
+                (_, *before), (_, *after) = least(each[:_NUM_TIMES]), least(each[-_NUM_TIMES:])
                 has_more = any(late > early for early, late in zip(before, after, strict=True))
                 assert not has_more, f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
 
