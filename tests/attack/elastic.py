@@ -24,6 +24,7 @@ _NUM_STRIKES = 12  # of a case, after each of which all ranks are there again
 _LIMIT_S = 120.0  # of what has no other limit
 _NEXT_STEP_S, _SLACK_S = 1.0, 1.5  # after a kill, and what a machine adds for each process that waits for a core
 _NUM_TIMES = 3  # that are compared
+_GROWTH_MIB = 8.0  # what a process needs from its first rounds on takes 4 to 5, and no more in 25 generations
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
@@ -154,7 +155,8 @@ class _World:
             for rank, messages in told.items()
             if not messages or messages[-1].pids != pids
         }:
-            assert time.monotonic() < deadline, f"{self.what}: {sorted(waiting.values())} not right with {[*ranks]}"
+            late = f"{self.what}: {sorted(waiting.values())} not right with {[*ranks]}, but {told}"
+            assert time.monotonic() < deadline, late
             for pipe in wait(list(waiting), timeout=1.0):
                 rank, message = waiting[pipe], self._received(pipe, waiting[pipe])
                 assert isinstance(message, Right), f"{self.what}: rank {rank}: {message!r}"
@@ -182,9 +184,11 @@ class _World:
         self.processes = {}
         for rank, each in self.holdings.items():
             if len(each) > 2 * _NUM_TIMES:
-                (_, *before), (_, *after) = least(each[:_NUM_TIMES]), least(each[-_NUM_TIMES:])
+                (mib, *before), (mib_after, *after) = least(each[:_NUM_TIMES]), least(each[-_NUM_TIMES:])
                 has_more = any(late > early for early, late in zip(before, after, strict=True))
-                assert not has_more, f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
+                report = f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
+                assert not has_more, report
+                assert mib_after - mib < _GROWTH_MIB, report
 
     def kill(self) -> None:
         """Kill all processes that are left."""

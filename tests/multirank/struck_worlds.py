@@ -33,7 +33,8 @@ def world_with_victims(num_ranks, victims=(), start_method=None):
         world.close()
     exit_codes = {rank: process.exitcode for rank, process in enumerate(world.processes) if rank not in victims}
     assert set(exit_codes.values()) <= {0}, exit_codes
-    assert shared_names() <= names_before
+    left = shared_names() - names_before
+    assert not left, left
 
 
 def survivors_of(fault, num_ranks):
