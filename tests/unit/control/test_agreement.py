@@ -107,6 +107,14 @@ def test_a_rank_that_proposes_nothing_is_left_out_after_the_limit(ranks):
     assert 0.5 <= time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.timeout(30)
+def test_a_rank_that_stops_once_it_has_proposed_is_left_out_after_the_limit(ranks):
+    """Rank 0 has its proposal, and waits for the answer to its own."""
+    with unanswering(ranks.servers[1], ranks.servers[3]), ranks.agreement(0, 0.5) as agreement:
+        ranks.servers[0].board.note_view({"sender": 1, "base": 0, "number": 1, "members": [0, 1], "is_planned": False})
+        assert agreement.agree({0, 1}).members == (0,)
+
+
 def test_a_rank_that_comes_too_late_learns_that_it_is_left_out(ranks):
     found = ranks.agree({0: {0, 1}, 1: {0, 1}})
     for rank in (0, 1):
