@@ -17,7 +17,7 @@ from fusco.ranks.local_world import PRELOADED
 
 # Share of the time that each kind gets.
 _SHARES = {"random": 0.35, "soak": 0.15, "faults": 0.2, "clients": 0.05, "peers": 0.07, "addresses": 0.03}
-_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.2}
+_SHARES |= {"shim": 0.05, "saves": 0.05, "moves": 0.05, "survivors": 0.2, "rejoins": 0.05, "throughput": 0.05}
 
 
 def main() -> int:
@@ -46,6 +46,8 @@ def main() -> int:
         is_failed = bool(failure) and failure.split()[0] == kind
         table.add_row(kind, str(done[kind]), f"{spent[kind]:.0f}", "FAILED" if is_failed else "passed")
     console.print(table)
+    if attacks.strikes.counts:
+        console.print(f"survivors: {attacks.strikes}")
     if failure:
         kind, number = failure.split()
         console.print(f"repeat it: python -m attack --only {kind} --seed {options.seed} --index {number}")

@@ -17,8 +17,9 @@ from random import Random
 import torch
 
 from attack.configuration import draw
-from attack.on_ranks import Holdings
+from attack.on_ranks import Holdings, least
 from attack.serving import End, Right, Service, serve
+from attack.strikes import Strike, Strikes
 from fusco import Settings, Topology
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.progress import new_store
@@ -31,14 +32,15 @@ _LIMIT_S = 120.0  # of what has no other limit
 # After a kill, on CUDA with new memory and connections, and what a machine adds for each process that waits for a core.
 _NEXT_STEP_S, _SLACK_S = {"cpu": 1.0, "cuda": 10.0}, 1.5
 _NUM_TIMES = 3  # that are compared
+_GROWTH_MIB = 8.0  # what a process needs from its first rounds on takes 4 to 5, and no more in 25 generations
 _BETWEEN_VICTIMS_S = (0.0, 0.01, 0.05, 0.15)  # while others shrink, for the most part
 
 
-def go_on(random: Random, *name: int | str, device: str = "cpu", records: Path | None = None) -> str:
+def go_on(random: Random, strikes: Strikes, *name: int | str, device: str = "cpu", records: Path | None = None) -> str:
     """Strike ranks of one communicator and start others in their places, again and again; return a summary.
 
-    Stopped ones continue, and learn that they are out. Some new ones are killed while they join. A file of ``records``
-    gets a line for each strike.
+    Stopped ones continue, and learn that they are out. Some new ones are killed while they join. ``strikes`` counts,
+    and a file of ``records`` gets a line for each strike.
     """
     configuration = draw(random, _WORLDS[device], TIMEOUT_S[device])
     setup, num_ranks = configuration.setup, configuration.num_ranks
@@ -52,7 +54,7 @@ def go_on(random: Random, *name: int | str, device: str = "cpu", records: Path |
     service = Service(
         port=store.port, num_ranks=num_ranks, setup=setup, rails=rails, name=name, environments=tuple(environments)
     )
-    world, times = _World(service, f"{configuration}, rails {rails or 'none'}", records), []
+    world, times = _World(service, f"{configuration}, rails {rails or 'none'}", strikes, records), []
     try:
         world.start(range(service.num_ranks), is_new=False)
         world.await_right(range(service.num_ranks))
@@ -82,8 +84,9 @@ def _strike(world: _World, random: Random) -> float:
     strikes = ", ".join(f"{kind.name} to rank {rank}" for kind, rank in zip(kinds, victims, strict=True))
     late_s, slack_s = max(each[-1].at for each in told.values()) - struck_at, _SLACK_S * max(1.0, _load())
     world.record(strikes, struck_at, [message for each in told.values() for message in each])
-    limit_s = _NEXT_STEP_S[device] + slack_s + TIMEOUT_S[device] * num_stopped
-    assert late_s < limit_s, f"{strikes} on {world.what}: {late_s:.2f} s"
+    after_limit_s = late_s - TIMEOUT_S[device] * num_stopped
+    world.strikes.late_s["SIGSTOP" if num_stopped else "SIGKILL"].append(after_limit_s)
+    assert after_limit_s < _NEXT_STEP_S[device] + slack_s, f"{strikes} on {world.what}: {late_s:.2f} s"
     for rank, each in told.items():
         named, gone = ({peer for message in each for peer in getattr(message, what)} for what in ("named", "gone"))
         assert gone == set(victims), f"{strikes} on {world.what}: rank {rank} lost {gone}"
@@ -106,12 +109,6 @@ def _restart(world: _World, random: Random) -> None:
     world.await_right(range(world.service.num_ranks))
 
 
-def _least(holdings: list[Holdings]) -> tuple[float, int, int]:
-    """Return the least memory, descriptors and mappings: a notice to a rank that is stopped has a descriptor, too."""
-    found = [(each.private_mib, each.descriptors, each.mappings) for each in holdings]
-    return tuple(map(min, zip(*found, strict=True)))
-
-
 def _load() -> float:
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
@@ -122,6 +119,7 @@ class _World:
 
     service: Service
     what: str
+    strikes: Strikes
     records: Path | None
     processes: dict[int, tuple[BaseProcess, Connection]] = field(default_factory=dict)
     stopped: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
@@ -137,7 +135,7 @@ class _World:
     def grown_mib(self) -> float:
         """The most that the memory of a process has grown, from its first times with all ranks to its last."""
         found = [each for each in self.holdings.values() if len(each) > 2 * _NUM_TIMES]
-        return max((_least(each[-_NUM_TIMES:])[0] - _least(each[:_NUM_TIMES])[0] for each in found), default=0.0)
+        return max((least(each[-_NUM_TIMES:])[0] - least(each[:_NUM_TIMES])[0] for each in found), default=0.0)
 
     def start(self, ranks: Collection[int], *, is_new: bool) -> None:
         """Start a process for each of these ranks."""
@@ -157,6 +155,9 @@ class _World:
             os.kill(process.pid, kind)
         except ProcessLookupError:
             raise AssertionError(f"{self.what}: rank {rank} has ended: {self._received(pipe, rank)!r}") from None
+        num_ranks, rails = self.service.num_ranks, self.service.rails or "none"
+        num_nodes = num_ranks // self.service.setup.ranks_per_node
+        self.strikes.counts[Strike(kind.name, num_ranks, num_nodes, rails)] += 1
         self.num_struck += 1
         if kind == signal.SIGSTOP:
             self.stopped.append((process, pipe))
@@ -182,7 +183,8 @@ class _World:
             for rank, messages in told.items()
             if not messages or messages[-1].pids != pids
         }:
-            assert time.monotonic() < deadline, f"{self.what}: {sorted(waiting.values())} not right with {[*ranks]}"
+            late = f"{self.what}: {sorted(waiting.values())} not right with {[*ranks]}, but {told}"
+            assert time.monotonic() < deadline, late
             for pipe in wait(list(waiting), timeout=1.0):
                 rank, message = waiting[pipe], self._received(pipe, waiting[pipe])
                 assert isinstance(message, Right), f"{self.what}: rank {rank}: {message!r}"
@@ -210,9 +212,11 @@ class _World:
         self.processes = {}
         for rank, each in self.holdings.items():
             if self.service.is_on_cpu and len(each) > 2 * _NUM_TIMES:
-                (_, *before), (_, *after) = _least(each[:_NUM_TIMES]), _least(each[-_NUM_TIMES:])
+                (mib, *before), (mib_after, *after) = least(each[:_NUM_TIMES]), least(each[-_NUM_TIMES:])
                 has_more = any(late > early for early, late in zip(before, after, strict=True))
-                assert not has_more, f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
+                report = f"{self.what}: rank {rank} held {each[:_NUM_TIMES]}, then {each[-_NUM_TIMES:]}"
+                assert not has_more, report
+                assert mib_after - mib < _GROWTH_MIB, report
 
     def kill(self) -> None:
         """Kill all processes that are left."""

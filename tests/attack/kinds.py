@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+from elastic_jobs import leave_and_rejoin
 from fault_jobs import Fate
 
-from attack import elastic, moves, on_ranks, rails_attacks, saves, shim_attacks
+from attack import elastic, moves, on_ranks, rails_attacks, saves, shim_attacks, throughput
 from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
+from attack.on_ranks import least
+from attack.strikes import Strikes
 from fusco.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
@@ -27,6 +30,8 @@ _CLIENT_WORLDS = ((2, 1), (2, 2), (4, 2))
 _MAX_STARTING_S = 120.0  # until ranks have saved once
 _LONGEST_SAVES_S = 1.0  # until a rank is killed; a save takes some 30 ms
 _SOAK_ROUNDS = 240
+_REJOINING_WORLDS, _NUM_REJOINS, _NUM_TIMES = ((3, 3), (3, 1), (4, 2), (6, 3)), 200, 5
+_SLOWEST_RATIO, _NUM_TRIES = 1.03, 5  # of a machine that does nothing else, and where other processes take the cores
 # Growth of memory in use from the first third to the last. 4 ranks grew by at most 0.3 MiB, in 1280 rounds as well.
 _GROWTH_MIB = 2.0
 
@@ -38,6 +43,7 @@ class Attacks:
         """On CUDA there are survivors only; a file of ``records`` gets a line for each of their strikes."""
         self._seed, self._device, self._records = seed, device, records
         self._world: LocalWorld | None = None
+        self.strikes = Strikes()
         self.kinds: dict[str, Callable[[int], str]] = {
             "random": self.random,
             "soak": self.soak,
@@ -49,13 +55,10 @@ class Attacks:
             "saves": self.saves,
             "moves": self.moves,
             "survivors": self.survivors,
+            "rejoins": self.rejoins,
+            "throughput": self.throughput,
         }
         warm_up()
-
-    def survivors(self, number: int) -> str:
-        """Ranks are killed and stopped at random times; the others go on."""
-        options = {"device": self._device, "records": self._records}
-        return elastic.go_on(self._random_of("survivors", number), self._seed, number, **options)
 
     def random(self, number: int) -> str:
         """Rounds of every kind on a random communicator."""
@@ -139,6 +142,44 @@ class Attacks:
         num_ranks, name = self._random_of("shim", number).choice((2, 3, 4)), f"{self._seed} shim {number}"
         num_raised = self._shared_world().run(shim_attacks.out_of_step, num_ranks, name)[0]
         return f"{num_raised} calls out of step on {num_ranks} ranks"
+
+    def survivors(self, number: int) -> str:
+        """Ranks of one communicator are killed and stopped again and again, and others take their places."""
+        options = {"device": self._device, "records": self._records}
+        return elastic.go_on(self._random_of("survivors", number), self.strikes, self._seed, number, **options)
+
+    def rejoins(self, number: int) -> str:
+        """A rank leaves and joins again, 200 times: no rank holds more than after the first third."""
+        configuration = draw(self._random_of("rejoins", number), _REJOINING_WORLDS)
+        num_ranks, third = configuration.num_ranks, _NUM_REJOINS // 3
+        names_before = set(os.listdir("/dev/shm"))
+        with LocalWorld(num_ranks) as world:
+            arguments = (configuration.setup, _NUM_REJOINS, world.store.port)
+            held = world.run(leave_and_rejoin, num_ranks, *arguments)
+        pairs = [(least(each[third : third + _NUM_TIMES]), least(each[-_NUM_TIMES:])) for each in held]
+        for rank, ((before_mib, *before), (after_mib, *after)) in enumerate(pairs):
+            report = f"rank {rank} of {configuration} held {held[rank][third]}, then {held[rank][-1]}"
+            assert before == after, report
+            assert after_mib - before_mib < _GROWTH_MIB, report
+        left = {name for name in set(os.listdir("/dev/shm")) - names_before if name.startswith("fusco")}
+        assert not left, f"left in /dev/shm: {left}"
+        grown = max(after[0] - before[0] for before, after in pairs)
+        counts = ", ".join(f"{after[1]} and {after[2]}" for _, after in pairs)
+        return (
+            f"{_NUM_REJOINS} rejoins, grew by {grown:.2f} MiB at most, descriptors and mappings of ranks as after the "
+            f"first third ({counts}), on {configuration}"
+        )
+
+    def throughput(self, number: int) -> str:
+        """Ranks that go on after others have left are as fast as a new communicator of theirs, in one of some tries."""
+        case, tries = throughput.CASES[number % len(throughput.CASES)], list[throughput.Ratio]()
+        with LocalWorld(case.num_ranks) as world:
+            while len(tries) < _NUM_TRIES and (not tries or tries[-1].elapsed > _SLOWEST_RATIO):
+                measured = world.run(throughput.time_in_turn, case.num_ranks, case)
+                tries.append(throughput.Ratio.of(measured[: case.num_left]))
+        what = f"shrunk / new {', then '.join(map(str, tries))}: {case}"
+        assert tries[-1].elapsed <= _SLOWEST_RATIO, what
+        return what
 
     def saves(self, number: int) -> str:
         """Checkpoints into one folder, until a rank is killed or has no room: one complete save is what loads."""

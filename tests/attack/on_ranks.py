@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,6 +21,7 @@ from rank_setup import Setup
 import fusco
 from attack.configuration import Configuration
 from attack.rounds import work
+from fusco.cpu.recycler import OutputRecycler
 
 
 def no_op(group: dist.ProcessGroup) -> None:
@@ -37,8 +39,9 @@ class Holdings:
     """Resources of a process.
 
     Attributes:
-        private_mib: anonymous resident memory that is in use. The memory that glibc keeps after ``free`` is returned
-            first: it varies by 25 MiB from round to round and would hide any leak.
+        private_mib: anonymous resident memory that is in use. What glibc keeps after ``free``, and released outputs
+            that communicators keep, are returned first: they vary by 25 MiB and more from round to round and would
+            hide any leak.
         descriptors: open files.
         threads: threads.
         mappings: mappings of shared memory.
@@ -53,6 +56,9 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         gc.collect()
+        for each in gc.get_objects():
+            if type(each) is OutputRecycler:  # other classes warn when they are asked
+                each._spares.clear()
         ctypes.CDLL(None).malloc_trim(0)
         status = Path("/proc/self/status").read_text().splitlines()
         private = next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon"))
@@ -62,6 +68,12 @@ class Holdings:
             threads=len(os.listdir("/proc/self/task")),
             mappings=sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines()),
         )
+
+
+def least(holdings: Sequence[Holdings]) -> tuple[float, int, int]:
+    """Return the least memory, descriptors and mappings: a notice to a rank that is stopped has a descriptor, too."""
+    found = [(each.private_mib, each.descriptors, each.mappings) for each in holdings]
+    return tuple(map(min, zip(*found, strict=True)))
 
 
 def soak(group: dist.ProcessGroup, setup: Setup, num_rounds: int, *name: int | str) -> tuple[list[Holdings], Holdings]:

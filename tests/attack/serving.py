@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # as the first backward pass of given gradients does, 32 MiB
 from elastic_jobs import arguments_of, still_held
 from members import Members
 from rank_setup import Setup

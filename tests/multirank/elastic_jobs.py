@@ -356,16 +356,13 @@ def _dispatch_twice(
                 comm.dispatch(x, ids)
 
 
-def leave_and_rejoin(
-    group: dist.ProcessGroup, setup: Setup, num_rounds: int, signs: Path, port: int
-) -> tuple[Holdings, Holdings]:
-    """Rank 2 leaves and joins again; return what each rank holds after the second time, and in the end."""
+def leave_and_rejoin(group: dist.ProcessGroup, setup: Setup, num_rounds: int, port: int) -> list[Holdings]:
+    """Rank 2 leaves and joins again; return what each rank holds after each time."""
     comm, num_ranks = setup.open(group), dist.get_world_size(group)
     store, holdings = dist.TCPStore("127.0.0.1", port, is_master=False), []
     for turn in range(num_rounds):
         comm.shrink([2])
         if dist.get_rank(group) == 2:
-            (signs / f"leaves {turn}").touch()
             comm = fusco.Communicator.join(store, **arguments_of(setup))
         else:
             while not comm.grow(store):
@@ -374,7 +371,7 @@ def leave_and_rejoin(
         work(Members(comm, num_ranks), setup, "again", turn)
         holdings.append(Holdings.now())
     comm.close()
-    return holdings[1], holdings[-1]
+    return holdings
 
 
 def demand_too_many(group: dist.ProcessGroup) -> bool:

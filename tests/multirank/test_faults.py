@@ -1,45 +1,30 @@
 """Ranks that die, stop, are missing or raise, at every step: all others name them and the step in time, and survive."""
 
 import os
-import re
 import signal
-import subprocess
 import time
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
-from fault_jobs import (
-    TIMEOUT_S,
-    Fate,
-    Fault,
-    check_often,
-    die,
-    exchange,
-    fail,
-    hold_open,
-    move,
-    nap,
-    no_op,
-    open_files,
-    oversleep,
-    run_with_fault,
-    stop,
+from fault_jobs import TIMEOUT_S, check_often, die, exchange, fail, move, nap, oversleep, stop
+from struck_worlds import (
+    CLOSING_S,
+    ONE_NODE,
+    SLACK_S,
+    TWO_NODES,
+    assert_all_name_the_victims,
+    assert_broken,
+    collect,
+    strike,
 )
 
-from fusco.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
 pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only, pytest.mark.timeout(60)]
 
-SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
-CLOSING_S = 3.0
 CHECKED_S = 0.1  # on a machine that is not loaded
 TRIES = 3
 AHEAD = 4  # worlds that wait for the time limit meanwhile; their ranks hardly compute
-
-ONE_NODE, TWO_NODES = (4, 4), (4, 2)  # ranks, and ranks of each node
 
 STORE_GATHER = "fusco.control.store_gather:StoreGather.all_gather"
 CONNECTING = "fusco.control.tcp_transport:TcpTransport.__init__"  # for records, then for rows
@@ -99,23 +84,15 @@ STAGES = {
 }
 
 
+def stops(places, **of_all):
+    names = ("topology", "victims", "where", "num_calls_before")
+    return {place: {**dict(zip(names, at, strict=True)), "how": stop, **of_all} for place, at in places.items()}
+
+
 # Faults that others detect after the time limit, in the order of their tests: arguments of ``strike``.
 LATE = {
-    **{
-        place: {"topology": topology, "how": stop, "victims": victims, "where": where, "num_calls_before": num}
-        for place, (topology, victims, where, num) in PLACES.items()
-    },
-    **{
-        place: {
-            "topology": topology,
-            "how": stop,
-            "victims": victims,
-            "where": where,
-            "num_calls_before": num,
-            "is_small": True,
-        }
-        for place, (topology, victims, where, num) in SMALL_PLACES.items()
-    },
+    **stops(PLACES),
+    **stops(SMALL_PLACES, is_small=True),
     "in an all-to-all": {
         "how": stop,
         "victims": (2,),
@@ -132,61 +109,6 @@ LATE = {
     "missing": {"how": oversleep, "victims": (1,), "where": OUTSIDE},
     "not forked": {"how": stop, "victims": (1,), "where": SENDING, "num_calls_before": 3, "start_method": "spawn"},
 }
-
-
-def shared_names() -> set[str]:
-    """Return names in shared memory, without semaphores of multiprocessing, which any process may make for a moment."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
-
-
-@contextmanager
-def world_with_victims(num_ranks, victims=(), start_method=None):
-    """A world whose victims are killed at the end, while all others must exit by themselves."""
-    names_before = shared_names()
-    world = LocalWorld(num_ranks, start_method=start_method)
-    try:
-        world.run(no_op, num_ranks)
-        yield world
-    finally:
-        for victim in victims:
-            world.processes[victim].kill()
-        world.close()
-    exit_codes = {rank: process.exitcode for rank, process in enumerate(world.processes) if rank not in victims}
-    assert set(exit_codes.values()) <= {0}, exit_codes
-    assert shared_names() <= names_before
-
-
-def survivors_of(fault, num_ranks):
-    return [rank for rank in range(num_ranks) if rank not in fault.victims]
-
-
-@dataclass(frozen=True)
-class Struck:
-    """A world in which a fault is under way; its end checks how its ranks exit."""
-
-    world: LocalWorld
-    fault: Fault
-    ending: ExitStack
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.ending.__exit__(*error)
-
-    def fates(self) -> dict[int, Fate]:
-        """Return those of the survivors."""
-        return collect(self.world, survivors_of(self.fault, self.world.world_size))
-
-
-def strike(folder, *, topology=TWO_NODES, work=None, start_method=None, **of_fault) -> Struck:
-    """Start ranks, some of which have a fault."""
-    fault = Fault(times=folder, **of_fault)
-    with ExitStack() as ending:
-        victims = fault.victims if fault.how in (die, stop) else ()
-        world = ending.enter_context(world_with_victims(topology[0], victims, start_method))
-        world.start(run_with_fault, *topology, fault, work)
-        return Struck(world, fault, ending.pop_all())
 
 
 @pytest.fixture(scope="module")
@@ -207,27 +129,6 @@ def late(tmp_path_factory):
     yield take
     for struck in started.values():  # of tests that were not selected
         struck.world.kill()
-
-
-def collect(world, ranks) -> dict[int, Fate]:
-    return dict(zip(ranks, world.results(ranks, timeout_s=4 * TIMEOUT_S + 10), strict=True))
-
-
-def assert_all_name_the_victims(fates, fault, within_s):
-    for rank, fate in fates.items():
-        report = f"rank {rank}: {fate}, {fate.raised_at - fault.struck_at:.2f} s after the fault"
-        assert fate.peers == fault.victims, report
-        assert fate.text.startswith(f"rank {rank} gave up in "), report
-        what, _, why = fate.text.partition(" Cause: ")
-        assert re.search(r"phase '[^']+', waiting for rank\(s\) .+: expected .+, saw .+\.$", what), report
-        assert all(re.search(rf"\brank(\(s\))? [\d, ]*\b{victim}\b", why) for victim in fault.victims), report
-        assert fate.raised_at - fault.struck_at < within_s, report
-        assert fate.closing_s < CLOSING_S, report
-        assert fate.still_held == [], report
-
-
-def assert_broken(fates):
-    assert {fate.later_error for fate in fates.values()} == {"ClosedError"}
 
 
 @pytest.mark.parametrize(
@@ -302,21 +203,9 @@ def test_a_rank_that_stops_in_an_all_to_all_is_detected_within_the_limit(late):
     assert_broken(fates)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_stops_while_the_communicator_is_made(late, stage):
-    with late(f"making, {stage}") as struck:
-        fates = struck.fates()
-    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_a_rank_dies_before_others_know_its_process(late):
-    with late("dies before anything") as struck:
-        fates = struck.fates()
-    assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_a_rank_that_stops_while_closing_is_named(late):
-    with late("closing") as struck:
+@pytest.mark.parametrize("case", [*(f"making, {stage}" for stage in STAGES), "dies before anything", "closing"])
+def test_a_rank_is_named_that_others_do_not_see_fail_as_they_make_or_close_the_communicator(late, case):
+    with late(case) as struck:
         fates = struck.fates()
     assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
 
@@ -378,34 +267,3 @@ def test_survivors_of_a_death_exit_normally(tmp_path):
     with strike(tmp_path, start_method="spawn", **fault) as struck:
         fates = struck.fates()
     assert_all_name_the_victims(fates, struck.fault, within_s=TIMEOUT_S + SLACK_S)
-
-
-def test_shared_memory_has_no_name_and_only_its_owner_reads_it(tmp_path):
-    names_before = shared_names()
-    with world_with_victims(2) as world:
-        world.start(hold_open, 2, 2, tmp_path)
-        while len(list(tmp_path.glob("open on *"))) < len(world.processes):
-            time.sleep(0.05)
-        shared = [shared_memory_of(process.pid) for process in world.processes]
-        entries = [entry for of_rank in shared for entry in of_rank]
-        states = [entry.stat() for entry in entries]
-        others_can_read = [can_another_user_read(entry) for entry in entries]
-        assert shared_names() <= names_before
-        (tmp_path / "seen").touch()
-        assert all(shared)
-        assert all(held for _, held in world.collect(range(2)))
-    assert {state.st_nlink for state in states} == {0}
-    assert {state.st_uid for state in states} == {os.getuid()}
-    assert {state.st_mode & 0o777 for state in states} == {0o600}
-    assert not any(others_can_read)
-
-
-def shared_memory_of(pid) -> list[Path]:
-    return [entry for entry, name in open_files(pid) if name.startswith("/dev/shm/")]
-
-
-def can_another_user_read(path) -> bool:
-    if os.getuid() != 0:
-        return False  # only root can become another user; the mode is compared in any case
-    read = subprocess.run(["head", "-c1", path], check=False, user=65534, group=65534, extra_groups=[])
-    return read.returncode == 0

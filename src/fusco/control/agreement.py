@@ -184,6 +184,7 @@ class Agreement:
         if time.monotonic() - self._progress_at > self._limit_s:
             views = self._board.views  # one that has proposed a newer view is not late
             left -= {rank for rank in others if rank not in views or views[rank].number < view.number}
+            left -= {rank for rank in self._asking.intersection(others) if views.get(rank) == view}  # stopped since
             self._asking.discard(self._rank)
         for rank in others:
             theirs = self._board.views.get(rank)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fusco.control.agreement import Member
 from fusco.control.bootstrap import PeerInfo
+from fusco.control.fault_finder import Peer
 from fusco.control.layout import SegmentSizes
 from fusco.control.member_board import View
 from fusco.control.member_gather import Gather, MemberGather
@@ -21,7 +22,7 @@ from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_transport import TcpTransport
 from fusco.control.transport import Mesh
-from fusco.control.watchdog import Peer, Watchdog
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import FuscoError, SharedMemoryError, Stall, TransportError, first_line, name_ranks, reason_of
 
 _Connected = TypeVar("_Connected")

@@ -254,7 +254,7 @@ class Session:
     def end(self, reason: str) -> None:
         """Refuse all further calls."""
         self.broken = reason
-        self._watchdog.end_all()
+        self._connections.status_server.leave_siblings()
         self._on_broken()
 
     @property

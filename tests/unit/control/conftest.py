@@ -16,5 +16,6 @@ def ranks():
 def clock(monkeypatch):
     """The clock of all watchdogs in a test."""
     clock = SleepClock()
-    monkeypatch.setattr("fusco.control.watchdog.time", clock)
+    for module in ("fault_finder", "watchdog"):
+        monkeypatch.setattr(f"fusco.control.{module}.time", clock)
     return clock

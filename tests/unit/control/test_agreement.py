@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -56,6 +56,15 @@ class Ranks:
         return self.run(of_rank, proposals)
 
 
+@contextmanager
+def unanswering(server, reporter):
+    """The server's thread waits in a report of another one, as if its process was stopped."""
+    with server._installing:
+        report = FailureReport((0,), "a report", 0, has_left=False)
+        reporter.report_failure({0: server.address}, report, 0.1)
+        yield
+
+
 @pytest.fixture
 def ranks():
     with ExitStack() as stack:
@@ -98,6 +107,14 @@ def test_a_rank_that_proposes_nothing_is_left_out_after_the_limit(ranks):
     assert 0.5 <= time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.timeout(30)
+def test_a_rank_that_stops_once_it_has_proposed_is_left_out_after_the_limit(ranks):
+    """Rank 0 has its proposal, and waits for the answer to its own."""
+    with unanswering(ranks.servers[1], ranks.servers[3]), ranks.agreement(0, 0.5) as agreement:
+        ranks.servers[0].board.note_view({"sender": 1, "base": 0, "number": 1, "members": [0, 1], "is_planned": False})
+        assert agreement.agree({0, 1}).members == (0,)
+
+
 def test_a_rank_that_comes_too_late_learns_that_it_is_left_out(ranks):
     found = ranks.agree({0: {0, 1}, 1: {0, 1}})
     for rank in (0, 1):
@@ -111,12 +128,10 @@ def test_a_rank_that_comes_too_late_learns_that_it_is_left_out(ranks):
 
 def test_a_rank_that_others_have_told_before_they_ended_learns_it_first(ranks):
     """Its server has not read the notice yet, as that of a process that was stopped, and nobody is left to ask."""
-    with ranks.servers[3]._installing:  # the server's thread waits in the report, with the notice behind it
+    with unanswering(ranks.servers[3], ranks.servers[0]):  # the notice is behind the report
         for rank in (0, 1, 2):
             ranks.servers[rank].close()
         addresses = {3: ranks.members[3].address}
-        report = FailureReport((0,), "a report", 0, has_left=False)
-        ranks.servers[0].report_failure(addresses, report, 0.1)
         notify = threading.Thread(target=notify_excluded, args=(ranks.servers[0], View(1, (0, 1, 2)), 0, addresses))
         notify.start()
         time.sleep(0.1)
@@ -238,6 +253,30 @@ def test_a_member_that_is_through_with_a_gather_does_not_end_that_of_others(rank
         return values
 
     assert ranks.run(gathers, (0, 1)) == {0: ["value"] * 2, 1: ["value"] * 2}
+
+
+@pytest.fixture
+def gather_of_0(ranks):
+    """Rank 0's gather of ``stage``, for which rank 1 has sent its value."""
+    ranks.servers[0].board.note_value({"number": 0, "stage": "stage", "sender": 1, "value": "of 1"})
+    with ranks.agreement(0) as agreement:
+        yield MemberGather(ranks.servers[0], agreement, View(0, (0, 1)), 0, ranks.members, 4, 0.5)
+
+
+def test_a_member_that_has_sent_its_value_and_stops_is_named(ranks, gather_of_0):
+    seen = r"waiting for rank\(s\) 1: expected all 2 ranks, saw 1\."
+    with unanswering(ranks.servers[1], ranks.servers[3]), pytest.raises(fusco.PeerFailureError, match=seen) as failure:
+        gather_of_0.all_gather("stage", "of 0")
+    assert failure.value.peers == (1,)
+
+
+def test_values_that_have_all_come_are_returned_though_a_member_agrees_again(ranks, gather_of_0):
+    """Rank 1 has called ``shrink``, and has not yet answered that it has rank 0's value."""
+    with unanswering(ranks.servers[1], ranks.servers[3]):
+        ranks.servers[0].board.note_view({"sender": 1, "base": 0, "number": 1, "members": [0, 1], "is_planned": False})
+        assert gather_of_0.all_gather("stage", "of 0") == ["of 0", "of 1"]
+        with pytest.raises(fusco.PeerFailureError, match="rank 1 agrees on other members again"):
+            gather_of_0.all_gather("next stage", "of 0")
 
 
 def test_a_process_whose_place_another_has_taken_is_left_out(ranks):

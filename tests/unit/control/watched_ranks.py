@@ -10,8 +10,9 @@ from unittest import mock
 
 import pytest
 
+from fusco.control.fault_finder import Peer
 from fusco.control.status_server import StatusServer
-from fusco.control.watchdog import Peer, Watchdog
+from fusco.control.watchdog import Watchdog
 from fusco.core.errors import PeerFailureError, Stall
 
 HOST = "127.0.0.1"
