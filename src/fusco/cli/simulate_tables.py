@@ -38,15 +38,25 @@ def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
 
 
 def print_gains(
-    cluster: Cluster, demand: Demand, result: SimulationResult, tier: Any, expert_bytes: int, console: Console
+    cluster: Cluster,
+    demand: Demand,
+    results: Sequence[SimulationResult],
+    tier: Any,
+    expert_bytes: int,
+    console: Console,
 ) -> None:
-    """Print what binds, and what each part of fusco brings; parts that need matrices of ranks only where they fit."""
-    from fusco.simulate.advice import describe_binding, gain_of_replicas, gains_of_parts
+    """Print what binds the first system's calls, ``results``, and what each part of fusco brings."""
+    from fusco.simulate.advice import defaults_used, describe_binding, gain_of_replicas, gains_of_parts
 
-    console.print(f"what binds {result.system}: {describe_binding(demand, result.binds)}")
-    copies = result.copies
-    console.print(f"rows between nodes: {copies.needed:,} a copy for each expert, {copies.bound:,} at least")
-    if demand.topology.num_nodes > 1 and tier != "bound":
+    for result in results:
+        console.print(f"what binds {result.call} of {result.system}: {describe_binding(result)}")
+    if defaults := defaults_used(results[0]):
+        console.print(f"not given for {cluster.name}, so defaults: {', '.join(defaults)}")
+    copies = results[0].copies
+    console.print(
+        f"rows between nodes: {copies.needed:,} with a copy for each expert, {copies.bound:,} with one for each node"
+    )
+    if demand.topology.num_nodes > 1:
         table = ResultTable(
             "what each part brings, dispatch and combine, ms", ("part", "without", "with", "gain"), left=("part",)
         )
