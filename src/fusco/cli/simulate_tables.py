@@ -26,8 +26,8 @@ def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
     names = ("system", "nodes x ranks", "tokens")
     has_skew = len({each.skew for each in results}) > 1
     skews = ("skew",) if has_skew else ()
-    columns = (*names, *skews, "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
-    table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "what binds"))
+    columns = (*names, *skews, "dispatch", "combine", "both", "busiest link alone", "tier", "busiest link")
+    table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "busiest link"))
     for dispatch, combine in zip(results[::2], results[1::2], strict=True):
         shape = [f"{dispatch.nodes} x {dispatch.ranks_per_node}", f"{dispatch.tokens:,}"]
         shape += [f"{dispatch.skew:g}"] if has_skew else []

@@ -119,9 +119,10 @@ def describe_binding(result: SimulationResult) -> str:
     node = [f"node {int(owner[5:]) // result.ranks_per_node}"] if owner.startswith("rank ") else []
     link = f"{result.binds} ({', '.join([*node, names.get(what, what), *side])})"
     share = result.bound_ms / result.makespan_ms if result.makespan_ms else 0.0
+    part = f"{100 * share:.0f} % of the time"
     if share < _MOSTLY:
-        return f"no link, but start, latencies and waiting; the busiest link, {link}, needs {100 * share:.0f} % of it"
-    return f"{link}, busy for {100 * share:.0f} % of the time"
+        return f"no link, but start, latencies and waiting; the busiest link, {link}, needs {part}"
+    return f"{link}, busy for {part}"
 
 
 def defaults_used(result: SimulationResult) -> list[str]:

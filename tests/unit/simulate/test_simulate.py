@@ -290,7 +290,7 @@ def test_what_binds_is_told_with_its_share():
     assert describe_binding(result) == "nic-in of rank 3 (node 1, network, as receiver), busy for 90 % of the time"
     waiting = replace(result, makespan_ms=90.0)
     assert describe_binding(waiting).startswith("no link, but start, latencies and waiting; the busiest link, nic-in")
-    assert describe_binding(waiting).endswith("needs 10 % of it")
+    assert describe_binding(waiting).endswith("needs 10 % of the time")
     assert "memory_gbs 1500" in defaults_used(
         simulate(Cluster(name="n", nodes=2, ranks_per_node=2, constants={}), demand)
     )
