@@ -130,7 +130,7 @@ def simulate(
     console.print(table_of_results(results))
     if len(cases) == 1:
         cluster, demand = cases[0]
-        print_gains(cluster, demand, results[0], of.tier_of(demand.topology.world_size), expert_bytes, console)
+        print_gains(cluster, demand, results[:2], of.tier_of(demand.topology.world_size), expert_bytes, console)
     console.print(least_gain(compare_systems(results)), soft_wrap=True)
     if files.timeline:
         write_timeline(results[0], files.timeline)

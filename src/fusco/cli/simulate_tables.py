@@ -29,8 +29,8 @@ def table_of_results(results: Sequence[SimulationResult]) -> ResultTable:
     names = ("system", "nodes x ranks", "tokens")
     has_skew = len({each.skew for each in results}) > 1
     skews = ("skew",) if has_skew else ()
-    columns = (*names, *skews, "dispatch", "combine", "both", "busiest link alone", "tier", "what binds")
-    table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "what binds"))
+    columns = (*names, *skews, "dispatch", "combine", "both", "busiest link alone", "tier", "busiest link")
+    table = ResultTable(title, columns, (_NOTE,), left=(*names, "tier", "busiest link"))
     for dispatch, combine in zip(results[::2], results[1::2], strict=True):
         shape = [f"{dispatch.nodes} x {dispatch.ranks_per_node}", f"{dispatch.tokens:,}"]
         shape += [f"{dispatch.skew:g}"] if has_skew else []
@@ -52,15 +52,25 @@ def compare_systems(results: Sequence[SimulationResult]) -> list[Comparison]:
 
 
 def print_gains(
-    cluster: Cluster, demand: Demand, result: SimulationResult, tier: Any, expert_bytes: int, console: Console
+    cluster: Cluster,
+    demand: Demand,
+    results: Sequence[SimulationResult],
+    tier: Any,
+    expert_bytes: int,
+    console: Console,
 ) -> None:
-    """Print what binds, and what each part of fusco brings; parts that need matrices of ranks only where they fit."""
-    from fusco.simulate.advice import describe_binding, gain_of_replicas, gains_of_parts
+    """Print what binds the first system's calls, ``results``, and what each part of fusco brings."""
+    from fusco.simulate.advice import defaults_used, describe_binding, gain_of_replicas, gains_of_parts
 
-    console.print(f"what binds {result.system}: {describe_binding(demand, result.binds)}")
-    copies = result.copies
-    console.print(f"rows between nodes: {copies.needed:,} a copy for each expert, {copies.bound:,} at least")
-    if demand.topology.num_nodes > 1 and tier != "bound":
+    for result in results:
+        console.print(f"what binds {result.call} of {result.system}: {describe_binding(result)}")
+    if defaults := defaults_used(results[0]):
+        console.print(f"not given for {cluster.name}, so defaults: {', '.join(defaults)}")
+    copies = results[0].copies
+    console.print(
+        f"rows between nodes: {copies.needed:,} with a copy for each expert, {copies.bound:,} with one for each node"
+    )
+    if demand.topology.num_nodes > 1:
         table = ResultTable(
             "what each part brings, dispatch and combine, ms", ("part", "without", "with", "gain"), left=("part",)
         )

@@ -26,7 +26,7 @@ from fusco.explore.views import (
     TimelineView,
     View,
 )
-from fusco.explore.wording import duration, ratio
+from fusco.explore.wording import duration, percent, ratio
 from fusco.placement import Balance
 from fusco.placement.batch import IntArray
 
@@ -81,7 +81,7 @@ def runs_of(results: Sequence[Result]) -> RunsView:
                 internode_bytes=copies["sent"] * row_bytes,
                 lower_bound_bytes=copies["bound"] * row_bytes,
                 is_right=True,
-                note="; ".join(f"{call}: {each['binds']} binds" for call, each in of.items()),
+                note="; ".join(f"{call}: {each['binds']} is busy for {_busy(each)}" for call, each in of.items()),
             )
         )
     one = results[0]
@@ -94,6 +94,10 @@ def runs_of(results: Sequence[Result]) -> RunsView:
         machine=f"predicted for {one['cluster']}, tier {one['tier']}",
         runs=runs,
     )
+
+
+def _busy(one: Result) -> str:
+    return percent(float(one["bound_ms"]) / (float(one["makespan_ms"]) or 1.0)) + " of it"
 
 
 def comparison(runs: Sequence[Run]) -> str:
@@ -243,12 +247,14 @@ def _constants(one: Result) -> ConstantsView | None:
         for each in one["constants"]
     ]
     fitted = sum(bool(each.trained) for each in constants)
+    defaults = sum(each.source.startswith("default") for each in constants)
+    of = f"{len(constants)} constants of {one['cluster']}"
     return ConstantsView(
         anchor="constants",
         question="From which constants?",
-        title=f"{fitted} of {len(constants)} constants of {one['cluster']} were fitted to published results"
+        title=f"{fitted} of {of} were fitted to published results"
         if fitted
-        else f"None of the {len(constants)} constants of {one['cluster']} was fitted to a result",
+        else f"None of the {of} was fitted to a result, {defaults} are defaults",
         reading="What the simulator was given, and the results that a constant was fitted to: such results are no test "
         "of it.",
         constants=constants,

@@ -7,12 +7,13 @@ forwarders, FAST section 4.1 for balancing within a node, FuseLink for the NICs 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.core.lanes import Lanes, Runs
+from fusco.core.lanes import IntArray, Lanes, Runs
 from fusco.planner.traffic import Traffic
 from fusco.schedule.lanes import even_out
 
@@ -42,11 +43,55 @@ def balance_lanes(traffic: Traffic) -> Lanes:
     >>> [tuple(map(int, run)) for run in zip(*lanes.runs)]
     [(0, 1, 0, 40, 0, 2), (0, 1, 40, 80, 1, 3), (2, 0, 0, 40, 2, 0), (3, 0, 0, 40, 3, 1)]
     """
-    table = _divide(traffic.num_rows, traffic.num_links)
-    ranks = np.array(traffic.topology.node_to_ranks).ravel()
-    for column in (_SRC, _CARRIER, _FORWARDER):
-        table[:, column] = ranks[table[:, column]]
-    return Lanes(traffic.topology, Runs(*np.ascontiguousarray(table.T)))
+    return DividedLanes(traffic, *_quotas(traffic.num_rows, traffic.num_links))
+
+
+class DividedLanes(Lanes):
+    """Lanes of which it is known how many rows ranks hand to each other; runs are cut when they are first asked for.
+
+    Attributes:
+        handed: int64 (num_nodes, ranks_per_node, ranks_per_node), rows of a local rank that another one sends.
+        taken: of the same shape, rows that senders have for a local rank, their counterpart, and another one receives.
+    """
+
+    handed: IntArray
+    taken: IntArray
+    _traffic: Traffic
+
+    def __init__(self, traffic: Traffic, handed: IntArray, taken: IntArray) -> None:
+        self.__dict__.update(topology=traffic.topology, handed=handed, taken=taken, _traffic=traffic)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """As of all lanes."""
+        table, ranks = _cut(self._traffic.num_rows, self.handed, self.taken), self._ranks.ravel()
+        for column in (_SRC, _CARRIER, _FORWARDER):
+            table[:, column] = ranks[table[:, column]]
+        return Runs(*np.ascontiguousarray(table.T))
+
+    @cached_property
+    def _ranks(self) -> IntArray:
+        return np.array(self.topology.node_to_ranks)
+
+    @cached_property
+    def num_moved(self) -> int:
+        """Rows that another rank than their source sends."""
+        return int(self.handed.sum() - self.handed.trace(axis1=1, axis2=2).sum())
+
+    def _sums(self, quotas: IntArray) -> IntArray:
+        by_rank = np.empty(self.topology.world_size, np.int64)
+        by_rank[self._ranks] = quotas.sum(axis=1)
+        return by_rank
+
+    @cached_property
+    def sent_rows(self) -> IntArray:
+        """Rows that each rank sends to other nodes, int64 (world_size,)."""
+        return self._sums(self.handed)
+
+    @cached_property
+    def received_rows(self) -> IntArray:
+        """Rows that each rank receives from other nodes, int64 (world_size,)."""
+        return self._sums(self.taken)
 
 
 @compiled()
@@ -56,86 +101,104 @@ def most_of_link(share: int) -> int:
 
 
 @compiled()
-def _share(num_rows: Any, num_links: Any) -> int:
+def _share(sent: Any, received: Any, num_links: Any) -> int:
     """Return the rows of a link in the busiest node, sent or received, rounded up."""
-    num_nodes, share = num_rows.shape[0], 0
-    for node in range(num_nodes):
-        links, sent, received = num_links[node].sum(), num_rows[node].sum(), num_rows[:, :, node].sum()
-        share = max(share, -(-max(sent, received) // links))
+    share = 0
+    for node in range(len(sent)):
+        share = max(share, -(-max(sent[node].sum(), received[node].sum()) // num_links[node].sum()))
     return share
 
 
 @compiled()
-def _is_worth_it(num_rows: Any, num_links: Any, share: int) -> bool:
+def _is_worth_it(sent: Any, received: Any, num_links: Any, share: int) -> bool:
     """Return whether any link of the plain lanes has much more than its share."""
-    num_nodes, num_locals, _ = num_rows.shape
+    num_nodes, num_locals = sent.shape
     for node in range(num_nodes):
         for local in range(num_locals):
-            load = max(num_rows[node, local].sum(), num_rows[:, local, node].sum())
-            excess = load - share * num_links[node, local]
+            excess = max(sent[node, local], received[node, local]) - share * num_links[node, local]
             if excess >= _LEAST_ROWS and excess * _LEAST_GAIN > share * num_links[node, local]:
                 return True
     return False
 
 
 @compiled()
-def _divide(num_rows: Any, num_links: Any) -> Any:
-    """Return the runs, int64 (num_runs, 6), in the order of ``Lanes``, with ranks as node * ranks_per_node + local."""
+def _quotas(num_rows: Any, num_links: Any) -> Any:
+    """Return what ranks of a node hand to each other to send, and what they take: ``handed`` and ``taken``."""
     num_nodes, num_locals, _ = num_rows.shape
-    share = _share(num_rows, num_links)
+    sent, received = np.zeros((num_nodes, num_locals), np.int64), np.zeros((num_nodes, num_locals), np.int64)
+    for node in range(num_nodes):
+        for local in range(num_locals):
+            for dst in range(num_nodes):
+                sent[node, local] += num_rows[node, local, dst]
+                received[dst, local] += num_rows[node, local, dst]
+    share = _share(sent, received, num_links)
     limits = num_links * most_of_link(share)
-    if not _is_worth_it(num_rows, num_links, share):
+    if not _is_worth_it(sent, received, num_links, share):
         limits[:] = _NO_LIMIT  # every rank keeps what it has
-    moved = np.zeros((num_nodes, num_locals, num_locals), np.int64)
-    sent = np.zeros((num_nodes, num_locals, num_nodes), np.int64)  # by carrier
+    handed = np.zeros((num_nodes, num_locals, num_locals), np.int64)
+    taken = np.zeros((num_nodes, num_locals, num_locals), np.int64)
     for node in range(num_nodes):
-        even_out(num_rows[node].sum(axis=1), limits[node], moved[node])
-    pieces = _cut_sends(num_rows, moved, sent)
+        even_out(sent[node], limits[node], handed[node])
+    _cut_sends(num_rows, handed, received, np.empty((0, 6), np.int64), np.empty(0, np.int64))
     for node in range(num_nodes):
-        even_out(sent[:, :, node].sum(axis=0), limits[node], moved[node])
-    return _cut_receives(pieces, moved)
+        even_out(received[node], limits[node], taken[node])
+    return handed, taken
 
 
 @compiled()
-def _cut_sends(num_rows: Any, moved: Any, sent: Any) -> Any:
-    """Cut each source's rows among carriers, ``moved[node, source, carrier]`` each; count them in ``sent``."""
+def _cut(num_rows: Any, handed: Any, taken: Any) -> Any:
+    """Return the runs, int64 (num_runs, 6), in the order of ``Lanes``, with ranks as node * ranks_per_node + local."""
     num_nodes, num_locals, _ = num_rows.shape
     pieces = np.empty((num_nodes * num_locals * (num_nodes + 1), 6), np.int64)
     keys = np.empty(len(pieces), np.int64)
+    count = _cut_sends(num_rows, handed, np.empty((num_nodes, num_locals), np.int64), pieces, keys)
+    return _cut_receives(pieces[np.argsort(keys[:count], kind="mergesort")], taken.copy())
+
+
+@compiled()
+def _cut_sends(num_rows: Any, handed: Any, received: Any, pieces: Any, keys: Any) -> int:
+    """Cut each source's rows among carriers, ``handed[node, source, carrier]`` each; returns the number of pieces.
+
+    ``received`` (num_nodes, ranks_per_node) is set to the rows for each carrier's counterpart. ``pieces``, and
+    ``keys`` by which they are in order, may be empty: then they are not written.
+    """
+    num_nodes, num_locals, _ = num_rows.shape
+    received[:] = 0
     count = 0
     for node in range(num_nodes):
         for src in range(num_locals):
             step, first = 1, 0
             for i in range(num_locals):
                 carrier = src if i == 0 else i - 1 if i <= src else i  # itself, then the others
-                left = moved[node, src, carrier]
+                left = handed[node, src, carrier]
                 while left > 0:
                     dst = (node + step) % num_nodes
                     size = min(left, num_rows[node, src, dst] - first)
                     if size > 0:
-                        piece = pieces[count]
-                        piece[_SRC], piece[_NODE] = node * num_locals + src, dst
-                        piece[_FIRST], piece[_END] = first, first + size
-                        piece[_CARRIER] = node * num_locals + carrier
-                        keys[count] = (piece[_CARRIER] * num_nodes + dst) * 2 + (carrier != src)
-                        sent[node, carrier, dst] += size
+                        if len(pieces):
+                            piece = pieces[count]
+                            piece[_SRC], piece[_NODE] = node * num_locals + src, dst
+                            piece[_FIRST], piece[_END] = first, first + size
+                            piece[_CARRIER] = node * num_locals + carrier
+                            keys[count] = (piece[_CARRIER] * num_nodes + dst) * 2 + (carrier != src)
+                        received[dst, carrier] += size
                         count += 1
                     first += size
                     left -= size
                     if first == num_rows[node, src, dst]:
                         step, first = step + 1, 0
-    return pieces[np.argsort(keys[:count], kind="mergesort")]
+    return count
 
 
 @compiled()
-def _cut_receives(pieces: Any, moved: Any) -> Any:
-    """Cut pieces among forwarders: ``moved[node, counterpart, forwarder]`` rows of those for a counterpart each."""
-    num_nodes, num_locals, _ = moved.shape
+def _cut_receives(pieces: Any, taken: Any) -> Any:
+    """Cut pieces among forwarders: ``taken[node, counterpart, forwarder]`` rows of those for a counterpart each."""
+    num_nodes, num_locals, _ = taken.shape
     runs = np.empty((len(pieces) + num_nodes * num_locals, 6), np.int64)
     count = 0
     for piece in pieces:
         node, counterpart, first = piece[_NODE], piece[_CARRIER] % num_locals, piece[_FIRST]
-        quotas = moved[node, counterpart]
+        quotas = taken[node, counterpart]
         for i in range(num_locals):
             forwarder = counterpart if i == 0 else i - 1 if i <= counterpart else i
             size = min(quotas[forwarder], piece[_END] - first)

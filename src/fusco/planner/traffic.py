@@ -63,6 +63,16 @@ class Traffic:
         """Return what a balancer chose as lanes."""
         return chosen if isinstance(chosen, Lanes) else Lanes.of_groups(chosen, self.rows_by_rank)
 
+    def loads_of(self, chosen: Groups | Lanes) -> tuple[IntArray, IntArray]:
+        """Return the rows that each rank sends to other nodes, and those that it receives, int64 (world_size,) each."""
+        if isinstance(chosen, Lanes):
+            return chosen.sent_rows, chosen.received_rows
+        sent, received = np.empty((2, self.topology.world_size), np.int64)
+        node_to_ranks = np.array(self.topology.node_to_ranks)
+        sent[node_to_ranks] = self.rank_loads
+        received[node_to_ranks[np.arange(len(node_to_ranks)), chosen.group_to_locals]] = self.received_rows(chosen)
+        return sent, received
+
     @property
     def rank_loads(self) -> IntArray:
         """Rows that each rank sends to other nodes, int64 (num_nodes, ranks_per_node)."""

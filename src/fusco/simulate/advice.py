@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusco.placement import Balance, plan_batch
-from fusco.simulate.cluster import Cluster
+from fusco.simulate.cluster import DEFAULT_SOURCE, Cluster
 from fusco.simulate.demand import Demand
+from fusco.simulate.result import SimulationResult
 from fusco.simulate.run import Tier, simulate
 
 # A part of fusco, the system without it, the system with it.
@@ -20,6 +21,7 @@ PARTS = (
     ("lanes: ranks send for each other", "no-lanes", "fusco"),
     ("stages, for the same bytes as all_to_all", "direct", "fast"),
 )
+_MOSTLY = 0.5  # of the time: below that, what binds is no link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,19 @@ class ReplicaGain:
 
 
 def gains_of_parts(cluster: Cluster, demand: Demand, tier: Tier = "fluid") -> Iterator[PartGain]:
-    """Simulate dispatch and combine with and without each part of fusco, and with a second NIC for each rank."""
+    """Simulate dispatch and combine with and without each part of fusco, and with a second NIC for each rank.
+
+    Parts that a tier cannot tell are left out: what stages bring by bounds of links, which are the same without, and
+    deduplication of more ranks than have a matrix.
+    """
     times: dict[str, float] = {}
 
     def both_ms(of: Cluster, name: str) -> float:
         return sum(simulate(of, demand, name, call, tier).makespan_ms for call in ("dispatch", "combine"))
 
     for part, *systems in PARTS:
+        if (tier == "bound" and "fast" in systems) or ("no-planner" in systems and not demand.has_matrix):
+            continue
         for name in systems:
             if name not in times:
                 times[name] = both_ms(cluster, name)
@@ -99,13 +107,24 @@ def gain_of_replicas(cluster: Cluster, demand: Demand, expert_bytes: int, spare_
     )
 
 
-def describe_binding(demand: Demand, binds: str) -> str:
-    """Return a sentence that says which link binds, and on which side: ``"nic-in of rank 8"`` is a receiver's."""
-    kind, _, owner = binds.partition(" of ")
-    side = {"out": "sender", "in": "receiver", "up": "sender", "down": "receiver"}.get(kind.partition("-")[2], "")
-    what = {"nic": "the network", "nvl": "links within a node", "rail": "links between rails", "leaf": "the spine"}
-    part = what.get(kind.partition("-")[0], "memory" if kind == "memory" else "a pair of ranks")
-    node = ""
-    if owner.startswith("rank "):
-        node = f", node {demand.topology.rank_to_node[int(owner.removeprefix('rank '))]}"
-    return f"{part}: {binds}{node}" + (f", as {side}" if side else "")
+def describe_binding(result: SimulationResult) -> str:
+    """Return which link binds, on which side and for how much of the time: ``"nic-in of rank 8"`` is a receiver's.
+
+    Where no link is busy for half of the time, none binds.
+    """
+    kind, _, owner = result.binds.partition(" of ")
+    what, _, way = kind.partition("-")
+    names = {"nic": "network", "nvl": "links within a node", "rail": "links between rails", "leaf": "spine"}
+    side = {"out": ["as sender"], "in": ["as receiver"], "up": ["as sender"], "down": ["as receiver"]}.get(way, [])
+    node = [f"node {int(owner[5:]) // result.ranks_per_node}"] if owner.startswith("rank ") else []
+    link = f"{result.binds} ({', '.join([*node, names.get(what, what), *side])})"
+    share = result.bound_ms / result.makespan_ms if result.makespan_ms else 0.0
+    part = f"{100 * share:.0f} % of the time"
+    if share < _MOSTLY:
+        return f"no link, but start, latencies and waiting; the busiest link, {link}, needs {part}"
+    return f"{link}, busy for {part}"
+
+
+def defaults_used(result: SimulationResult) -> list[str]:
+    """Return the constants that the cluster's file lacks, with the values that were taken instead."""
+    return [f"{each.name} {each.value:g}" for each in result.constants if each.source == DEFAULT_SOURCE]

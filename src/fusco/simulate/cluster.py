@@ -24,6 +24,7 @@ else:
     import tomli as tomllib
 
 _SUFFIX = ".toml"
+DEFAULT_SOURCE = "default, not measured"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ class Cluster:
 
     def constant(self, name: str) -> Constant:
         """Return a constant; one that the file lacks has its default as source."""
-        return self.constants.get(name) or Constant(value=CONSTANTS[name][0], source="default, not measured")
+        return self.constants.get(name) or Constant(value=CONSTANTS[name][0], source=DEFAULT_SOURCE)
 
     @property
     def topology(self) -> Topology:

@@ -57,6 +57,7 @@ class Demand:
     skew: float | None = None
     _traffic: dict[tuple[int, ...], Traffic] = field(default_factory=dict, repr=False)
     _chosen: dict[Any, Groups | Lanes] = field(default_factory=dict, repr=False)
+    _loads: dict[Any, tuple[IntArray, IntArray]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of_routing(
@@ -141,6 +142,12 @@ class Demand:
             self._chosen[key] = BALANCERS[balancer](self.traffic_with(nic_shares))
         return self._chosen[key]
 
+    def loads_by(self, balancer: str, nic_shares: tuple[int, ...]) -> tuple[IntArray, IntArray]:
+        """Return the rows between nodes that each rank sends and receives, int64 (R,) each, with this balancer."""
+        if (key := (balancer, nic_shares)) not in self._loads:
+            self._loads[key] = self.traffic_with(nic_shares).loads_of(self.chosen_by(balancer, nic_shares))
+        return self._loads[key]
+
     @cached_property
     def rank_rows(self) -> IntArray:
         """Distinct rows from rank to rank, int64 (R, R); spread evenly over the ranks of a node if unknown."""
@@ -151,8 +158,13 @@ class Demand:
         """(token, expert) pairs from rank to rank, int64 (R, R); spread evenly over a node's ranks if unknown."""
         return self._by_rank(self.expert_copies) if self.exact_pair_rows is None else self.exact_pair_rows
 
+    @property
+    def has_matrix(self) -> bool:
+        """True if rows from rank to rank are known, or few enough to be spread."""
+        return self.exact_pair_rows is not None or self.topology.world_size <= _MOST_RANKS
+
     def _by_rank(self, copies: float) -> IntArray:
-        if self.topology.world_size > _MOST_RANKS:
+        if not self.has_matrix:
             raise ValueError(f"a matrix of {self.topology.world_size} ranks is too large, at most {_MOST_RANKS} are")
         share = copies / self.topology.ranks_per_node
         spread = np.rint(self.node_rows * share).astype(np.int64)

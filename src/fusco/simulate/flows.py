@@ -16,6 +16,7 @@ from fusco.simulate.links import LinkTable
 from fusco.simulate.maxmin import Network, new_state, run_flows
 
 FloatArray = npt.NDArray[np.float64]
+MOST_FLOWS = 600_000  # flows, or slices, that are simulated one by one
 _NUM_SAMPLES = 256
 _EXACT = 4096  # flows up to which rates are updated whenever a flow ends
 _QUANTUM = 5e-4  # of the busiest link's time, beyond that
@@ -36,6 +37,7 @@ class Hop:
         latency_us: from the end of a flow until others know.
         is_sliced: the flow is sent in slices; a slice waits for slices of the same number.
         is_proportional: flows of a rank have rates in proportion to their bytes, so that all end together.
+        stands_for: more than ``MOST_FLOWS`` flows, with the same bytes on each link; nothing else of these is right.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Hop:
     latency_us: float = 0.0
     is_sliced: bool = False
     is_proportional: bool = False
+    stands_for: int = 0
 
     @classmethod
     def of_matrix(cls, matrix: IntArray, chosen: npt.NDArray[np.bool_] | None = None, **fields: Any) -> Hop:
@@ -68,7 +71,16 @@ class Program:
     @property
     def num_flows(self) -> int:
         """Number of flows, in one slice each."""
-        return sum(len(hop.num_bytes) for hop in self.hops)
+        return self.num_slices(None)
+
+    @property
+    def is_merged(self) -> bool:
+        """True if flows stand for others: then the bytes of links alone are right."""
+        return any(hop.stands_for for hop in self.hops)
+
+    def num_slices(self, slice_bytes: int | None) -> int:
+        """Return the number of slices of at most ``slice_bytes``."""
+        return sum(hop.stands_for or len(hop.num_bytes) * _num_slices(hop, slice_bytes) for hop in self.hops)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

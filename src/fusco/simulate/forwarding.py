@@ -10,10 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from fusco.core.lanes import IntArray, Runs
+from fusco.core.groups import Groups
+from fusco.core.lanes import IntArray, Lanes, Runs
+from fusco.planner.lanes import DividedLanes
+from fusco.planner.traffic import Traffic
 from fusco.simulate.cluster import Cluster
 from fusco.simulate.demand import Demand
-from fusco.simulate.flows import Hop, Program
+from fusco.simulate.flows import MOST_FLOWS, Hop, Program
 
 Call = Literal["dispatch", "combine"]
 
@@ -36,8 +39,10 @@ class Forwarding:
 
     def program(self, demand: Demand, cluster: Cluster, call: Call) -> Program:
         """Return the hops of a dispatch or a combine."""
-        traffic = demand.traffic_with(cluster.nic_shares)
-        runs = traffic.lanes_of(demand.chosen_by(self.balancer, cluster.nic_shares)).runs
+        traffic, chosen = demand.traffic_with(cluster.nic_shares), demand.chosen_by(self.balancer, cluster.nic_shares)
+        num_runs = int(np.count_nonzero(traffic.num_rows))  # at least
+        is_merged = num_runs > MOST_FLOWS and demand.exact_rank_rows is None and cluster.fabric.kind == "flat"
+        runs = _merged_runs(traffic, chosen) if is_merged else traffic.lanes_of(chosen).runs
         size, latency = demand.bytes_per_row, cluster.latency_us
         held, own = self._distribution(demand, runs)
         is_remote = np.any(held) or len(runs.src)
@@ -52,6 +57,7 @@ class Forwarding:
                 latency_us=latency,
                 is_sliced=self.is_pipelined,
                 is_proportional=self.is_pipelined,
+                stands_for=num_runs if is_merged else 0,
             ),
             _matrix(held * size, demand, name="rows to their ranks", latency_us=latency, is_sliced=self.is_pipelined),
             _matrix(own * size, demand, name="own rows to their ranks", latency_us=latency),
@@ -125,6 +131,26 @@ class Forwarding:
             replace(rows, after=(3,)),
             memory("unpack rows", sent, (4,)),
         ]
+
+
+def _merged_runs(traffic: Traffic, chosen: Groups | Lanes) -> Runs:
+    """Return fewer runs that have the same rows for each pair of source and carrier, and for each forwarder.
+
+    Between which of these ends they go, and the node that they are for, is not right.
+    """
+    sent, received = traffic.loads_of(chosen)
+    src = carrier = np.arange(len(sent))
+    if isinstance(chosen, Lanes):
+        assert isinstance(chosen, DividedLanes), "lanes of fusco's balancer"
+        hands = np.nonzero(chosen.handed)
+        src, carrier = np.array(traffic.topology.node_to_ranks)[hands[0], hands[1:]]
+        sent = chosen.handed[hands]
+    sent_ends, received_ends = sent.cumsum(), received.cumsum()
+    ends = np.union1d(sent_ends, received_ends)
+    ends = ends[ends > 0]
+    of, forwarder = np.searchsorted(sent_ends, ends), np.searchsorted(received_ends, ends)
+    first = np.append(0, ends[:-1])
+    return Runs(src[of], np.zeros_like(of), first, ends, carrier[of], forwarder)
 
 
 def _expert_rows(demand: Demand) -> IntArray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusco.core.lanes import IntArray
-from fusco.simulate.flows import Hop, Program
+from fusco.simulate.flows import MOST_FLOWS, Hop, Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,28 +35,33 @@ class Messages:
 def messages_of(program: Program, num_ranks: int) -> Messages:
     """Return the messages of a program; passes over memory are left out, and so are links: routes are the reader's.
 
-    What another rank's NIC sends or receives is a message of its own, after the one that brings it there.
+    What another rank's NIC sends or receives is a message of its own, after the one that brings it there. Raises
+    ``ValueError`` for more than ``MOST_FLOWS`` whose flows are merged.
     """
+    if program.is_merged:
+        raise ValueError(f"{program.num_flows:,} messages are too many to write, at most {MOST_FLOWS:,} are")
     parts: list[Hop] = []
     after: list[tuple[int, ...]] = []
     last: dict[int, tuple[int, ...]] = {}  # by hop of the program, the parts that end it
     for i in _in_order(program):
         hop = program.hops[i]
         before = tuple(part for each in hop.after for part in last[each])
+        num_before = len(before)
         if hop.kind == "memory":
             last[i] = before
             continue
         ends = [hop.src, hop.src if hop.via is None else hop.via, hop.dst if hop.until is None else hop.until, hop.dst]
         for src, dst, kind in zip(ends, ends[1:], ("within", hop.kind, "within"), strict=False):
             moves = (src != dst) & (hop.num_bytes > 0)
-            if not moves.any() and kind != hop.kind:
+            if not moves.any():
                 continue
             parts.append(Hop(name=hop.name, kind=kind, src=src[moves], dst=dst[moves], num_bytes=hop.num_bytes[moves]))
             after.append(before)
             before = (*before, len(parts) - 1)
-        last[i] = before[-1:]
+        last[i] = before[-1:] if len(before) > num_before else ()
     number = np.repeat(np.arange(len(parts)), [len(part.src) for part in parts])
-    columns = (np.concatenate([getattr(part, name) for part in parts]) for name in ("src", "dst", "num_bytes"))
+    nothing = np.zeros(0, np.int64)
+    columns = [np.concatenate([nothing, *(getattr(p, name) for p in parts)]) for name in ("src", "dst", "num_bytes")]
     src, dst, num_bytes = columns
     return Messages(number, src, dst, num_bytes, tuple(after), num_ranks)
 

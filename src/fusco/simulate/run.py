@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.core.lanes import Lanes
 from fusco.planner.balancer import BALANCERS
 from fusco.simulate.cluster import CONSTANTS, Cluster, check_same_shape
 from fusco.simulate.demand import Demand
-from fusco.simulate.flows import FloatArray, Flows, Hop, Outcome, Program, lay_out, run
+from fusco.simulate.flows import MOST_FLOWS, FloatArray, Flows, Hop, Outcome, Program, lay_out, run
 from fusco.simulate.forwarding import Call
 from fusco.simulate.links import LinkTable
 from fusco.simulate.result import (
@@ -27,7 +26,6 @@ from fusco.simulate.result import (
 from fusco.simulate.systems import system
 
 Tier = Literal["bound", "fluid", "slices"]
-_MOST_FLOWS = {"fluid": 600_000, "slices": 600_000}
 _MOST_DETAILED = 1024  # ranks up to which a result has all links and spans
 _MOST_SAMPLED = 256  # links that samples show one by one
 
@@ -63,15 +61,10 @@ def simulate(
 
 def _checked_flows(program: Program, table: LinkTable, cluster: Cluster, tier: str) -> Flows:
     slice_bytes = max(1, round(cluster.slice_mb * 1e6)) if tier == "slices" else None
-    num_flows = program.num_flows
-    if slice_bytes:
-        num_flows = sum(
-            len(hop.num_bytes) * (-(-int(hop.num_bytes.max(initial=0)) // slice_bytes) if hop.is_sliced else 1)
-            for hop in program.hops
-        )
-    if num_flows > _MOST_FLOWS[tier]:
-        others = "tier bound answers" if tier == "fluid" else "tier fluid answers, or larger slices"
-        raise ValueError(f"{num_flows:,} flows are too many for tier {tier}, at most {_MOST_FLOWS[tier]:,}: {others}")
+    if (num_flows := program.num_slices(slice_bytes)) > MOST_FLOWS:
+        is_fluid = tier == "fluid" or program.num_flows > MOST_FLOWS
+        others = "tier bound answers" if is_fluid else "tier fluid answers, or larger slices"
+        raise ValueError(f"{num_flows:,} flows are too many for tier {tier}, at most {MOST_FLOWS:,}: {others}")
     return lay_out(program, table, slice_bytes)
 
 
@@ -226,15 +219,7 @@ def _spans(of: _Run) -> list[RankSpan]:
 
 def _balancer_load(name: str, demand: Demand, of: _Run, *, is_detailed: bool) -> BalancerLoad:
     traffic = demand.traffic_with(of.cluster.nic_shares)
-    chosen = demand.chosen_by(name, of.cluster.nic_shares)
-    if isinstance(chosen, Lanes):
-        sent, received = chosen.sent_rows, chosen.received_rows
-    else:
-        sent, received = np.zeros((2, demand.topology.world_size), np.int64)
-        node_to_ranks = np.array(demand.topology.node_to_ranks)
-        sent[node_to_ranks] = traffic.rank_loads
-        members, by_group = np.array(chosen.group_to_locals), traffic.received_rows(chosen)
-        received[node_to_ranks[np.arange(len(node_to_ranks)), members]] = by_group
+    sent, received = demand.loads_by(name, of.cluster.nic_shares)
     most = float(max(sent.max(), received.max()))
     size = demand.bytes_per_row
     return BalancerLoad(

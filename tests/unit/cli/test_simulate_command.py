@@ -26,7 +26,8 @@ def test_a_run_says_what_binds_and_what_parts_bring(tmp_path):
     out, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
     done = run(*SMALL, "--nodes", "2", "--traffic", "trace", "--json", str(out), "--timeline", str(trace))
     assert done.exit_code == 0, done.output
-    assert "what binds fusco: " in done.output
+    assert "what binds dispatch of fusco: " in done.output
+    assert "not given for h100x8, so defaults: pair_gbs 0" in done.output
     assert "deduplication" in done.output
     assert "break-even" in done.output
     records = [json.loads(line) for line in out.read_text().splitlines()]

@@ -71,6 +71,12 @@ def test_every_view_of_a_simulation():
     assert replay.sends_gbs[1] == [10.0, 12.0, 14.0, 16.0]
     assert replay.receives_gbs[1] == [11.0, 13.0, 15.0, 17.0]
     assert views["constants"].title == "1 of 2 constants of two were fitted to published results"
+    assert "dispatch: nic-out of rank 0 is busy for 75 % of it" in {
+        run.note.split(";")[0] for run in views["runs"].runs
+    }
+    given = [{**each, "trained": [], "source": "default, not measured"} for each in simulation()["constants"]]
+    title = views_of(simulation(constants=given))["constants"].title
+    assert title == "None of the 2 constants of two was fitted to a result, 2 are defaults"
 
 
 def test_a_simulation_without_times_or_experts_has_the_other_views():

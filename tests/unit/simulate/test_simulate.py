@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.routing import Routing
 from fusco.schedule import lower_bound_bytes
-from fusco.simulate.advice import describe_binding, gain_of_replicas, gains_of_parts
+from fusco.simulate.advice import defaults_used, describe_binding, gain_of_replicas, gains_of_parts
 from fusco.simulate.cluster import Cluster, Constant, Fabric, load_cluster, names_of_clusters, write_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.exchanges import links_of
@@ -152,6 +155,34 @@ def test_tiers_refuse_what_they_cannot_answer():
     assert result.ranks == 10_080
 
 
+@pytest.mark.parametrize("name", ["fusco", "no-lanes", "no-balancer", "deepep"])
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_links_of_very_many_flows_have_the_bytes_of_each(name, call, monkeypatch):
+    demand = drawn_demand(Topology.of_equal_nodes(48, 4), 500, 8, ROW, is_skewed=True)
+    cluster = cluster_of(12, 4)
+    one_by_one = simulate(cluster, demand, name, call, "bound")
+    monkeypatch.setattr("fusco.simulate.forwarding.MOST_FLOWS", 100)
+    merged = simulate(cluster, demand, name, call, "bound")
+    assert {link.name: link.bytes for link in merged.links} == {link.name: link.bytes for link in one_by_one.links}
+    assert merged.makespan_ms == one_by_one.makespan_ms
+    program = SYSTEMS[name].build(demand, cluster, call)
+    assert program.num_flows > max(hop.stands_for for hop in program.hops) > 12 * 4 * 10
+    with pytest.raises(ValueError, match="messages are too many to write"):
+        messages_of(program, 48)
+
+
+def test_ten_thousand_ranks_in_nodes_of_eight_are_answered_in_seconds():
+    demand = drawn_demand(Topology.of_equal_nodes(10_080, 8), 4096, 8, 14336, is_skewed=True)
+    cluster = load_cluster("h100x8").resized(1260)
+    simulate(cluster_of(), demand_of(Topology.of_equal_nodes(4, 2)), tier="bound")  # compile
+    start = time.process_time()
+    result = simulate(cluster, demand, tier="bound")
+    assert time.process_time() - start < 2  # 0.5 s where nothing else runs
+    assert result.balancers["lanes"].over_bound < 1.02
+    with pytest.raises(ValueError, match=r"12,[0-9,]* flows are too many for tier slices, .*: tier bound answers"):
+        simulate(cluster, demand, tier="slices")
+
+
 @pytest.mark.parametrize("suffix", [".goal", ".cm", ".et"])
 @pytest.mark.parametrize("name", ["fusco", "fast", "nccl"])
 def test_exports_are_read_back(tmp_path, suffix, name):
@@ -171,6 +202,34 @@ def test_exports_are_read_back(tmp_path, suffix, name):
             BALANCERS["lanes"],
         )
         assert between == sum(plan_cost(plan, ROW).internode_send_bytes for plan in plans)
+
+
+def test_barriers_of_htsim_count_the_connections_that_end_them(tmp_path):
+    matrix = 1000 * (1 - np.eye(4, dtype=np.int64))  # even: nothing is balanced before the first stage
+    demand = Demand.of_matrix("even", matrix, Topology.of_equal_nodes(4, 2))
+    write_export(messages_of(SYSTEMS["fast"].build(demand, cluster_of(), "dispatch"), 4), tmp_path / "even.cm")
+    words = [line.split() for line in (tmp_path / "even.cm").read_text().splitlines()]
+    counts = {int(line[2]): int(line[-1]) for line in words if line[0] == "trigger"}
+    ended = Counter(int(line[-1]) for line in words if "send_done_trigger" in line)
+    assert counts == ended
+    assert {int(line[4]) for line in words if "->" in line[0] and line[3] == "trigger"} == set(counts)
+
+
+def test_htsim_reads_no_connection_of_two_gib(tmp_path):
+    demand = Demand.of_matrix("one", np.array([[0, 1 << 31], [0, 0]]), Topology.of_equal_nodes(2, 1))
+    messages = messages_of(SYSTEMS["direct"].build(demand, cluster_of(2, 1), "dispatch"), 2)
+    with pytest.raises(ValueError, match="below 2 GiB, this has one of 2,147,483,648 bytes"):
+        write_export(messages, tmp_path / "large.cm")
+
+
+def test_chakra_has_attributes_of_the_types_that_its_feeder_reads(tmp_path):
+    demand = demand_of(Topology.of_equal_nodes(4, 2))
+    write_export(messages_of(SYSTEMS["fusco"].build(demand, cluster_of(), "dispatch"), 4), tmp_path / "plan.et")
+    content = (tmp_path / "plan.3.et").read_bytes()
+    for name, field in {b"comm_size": 9, b"comm_src": 7, b"comm_dst": 7, b"comm_tag": 7}.items():
+        values = re.findall(b"\n" + re.escape(bytes([len(name)]) + name) + b"(.)", content, re.DOTALL)
+        assert set(values) == {bytes([field << 3])}  # the key of a varint in this field of AttributeProto
+    assert len(values) == content.count(b"is_cpu_op\xd8\x01\x00")
 
 
 def test_an_export_needs_a_known_suffix(tmp_path):
@@ -213,4 +272,27 @@ def test_parts_and_replicas_are_told():
     assert 1.0 < gains["rails"].gain <= 2.0
     replicas = gain_of_replicas(cluster, demand, expert_bytes=10**6)
     assert replicas.busiest_over_mean <= replicas.busiest_over_mean_before
-    assert describe_binding(demand, "nic-in of rank 3") == "the network: nic-in of rank 3, node 1, as receiver"
+
+
+def test_parts_that_bounds_cannot_tell_are_left_out():
+    demand = demand_of(Topology.of_equal_nodes(4, 2), most=3000)
+    parts = [each.part for each in gains_of_parts(cluster_of(), demand, "bound")]
+    assert [part.partition(":")[0] for part in parts] == [
+        "deduplication",
+        "no passes over memory, pipelined",
+        "balancer of who forwards",
+        "lanes",
+        "rails",
+    ]
+
+
+def test_what_binds_is_told_with_its_share():
+    demand = demand_of(Topology.of_equal_nodes(4, 2), most=3000)
+    result = replace(simulate(cluster_of(), demand), binds="nic-in of rank 3", bound_ms=9.0, makespan_ms=10.0)
+    assert describe_binding(result) == "nic-in of rank 3 (node 1, network, as receiver), busy for 90 % of the time"
+    waiting = replace(result, makespan_ms=90.0)
+    assert describe_binding(waiting).startswith("no link, but start, latencies and waiting; the busiest link, nic-in")
+    assert describe_binding(waiting).endswith("needs 10 % of the time")
+    assert "memory_gbs 1500" in defaults_used(
+        simulate(Cluster(name="n", nodes=2, ranks_per_node=2, constants={}), demand)
+    )

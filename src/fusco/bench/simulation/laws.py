@@ -51,6 +51,7 @@ def scaled(demand: Demand, factor: float) -> Demand:
         expert_rows=times(demand.expert_rows),
         _traffic={},
         _chosen={},
+        _loads={},
     )
 
 

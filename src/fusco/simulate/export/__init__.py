@@ -1,7 +1,7 @@
 """Exports of a collective's messages for the field's simulators, and readers that tests parse them back with.
 
 ``goal``: ATLAHS and LogGOPSim. ``htsim``: connection matrices of csg-htsim. ``chakra``: execution traces of ASTRA-sim.
-None of these simulators was run on them.
+LogGOPSim has run its files, csg-htsim's reader has read its own; ASTRA-sim was not run.
 """
 
 from pathlib import Path

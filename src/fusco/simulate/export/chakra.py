@@ -3,6 +3,7 @@
 Chakra has no all-to-all of unequal parts (mlcommons/chakra #209), so messages are ``COMM_SEND_NODE`` and
 ``COMM_RECV_NODE``. The encoder knows what is needed of ``et_def.proto``: each message is preceded by its length; the
 first is ``GlobalMetadata``. Protobuf: field number and wire type in one varint, then a varint or a length and bytes.
+Chakra's feeder reads each attribute from the field of one type, and takes what has another type as 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fusco.simulate.messages import Messages
 _VERSION = "0.0.4"
 _SEND, _RECV = 5, 6  # NodeType
 _ID, _NAME, _TYPE, _DATA_DEPS, _ATTR = 1, 2, 3, 5, 10  # fields of Node
-_ATTR_NAME, _INT64 = 1, 9  # fields of AttributeProto: name, int64_val
+_ATTR_NAME, _INT32, _INT64, _BOOL = 1, 7, 9, 27  # fields of AttributeProto: name, int32_val, int64_val, bool_val
+_TYPES = {"comm_size": _INT64, "comm_src": _INT32, "comm_dst": _INT32, "comm_tag": _INT32, "is_cpu_op": _BOOL}
 
 
 def write_chakra(messages: Messages, path: Path) -> None:
@@ -32,9 +34,9 @@ def write_chakra(messages: Messages, path: Path) -> None:
             node = _int(_ID, 2 * i + (not is_send)) + _bytes(_NAME, f"message {i}".encode())
             node += _int(_TYPE, _SEND if is_send else _RECV)
             node += _bytes(_DATA_DEPS, b"".join(_varint(2 * each + 1) for each in awaited)) if awaited else b""
-            values = {"comm_size": messages.num_bytes[i], "comm_src": messages.src[i], "comm_dst": messages.dst[i]}
-            for name, value in {**values, "comm_tag": i}.items():
-                node += _bytes(_ATTR, _bytes(_ATTR_NAME, name.encode()) + _int(_INT64, int(value)))
+            values = (messages.num_bytes[i], messages.src[i], messages.dst[i], i, False)  # as in _TYPES
+            for (name, field), value in zip(_TYPES.items(), values, strict=True):
+                node += _bytes(_ATTR, _bytes(_ATTR_NAME, name.encode()) + _int(field, int(value)))
             nodes.append(node)
         with written_beside(file_of(path, rank)) as beside:
             beside.write_bytes(b"".join(_varint(len(each)) + each for each in nodes))
@@ -71,8 +73,9 @@ def _read_node(message: bytes) -> tuple[int, dict[str, int]]:
         elif number == _ATTR:
             assert isinstance(value, bytes)
             of = dict(_fields(value))
-            name, size = of[_ATTR_NAME], of[_INT64]
+            name = of[_ATTR_NAME]
             assert isinstance(name, bytes)
+            size = of[_TYPES[name.decode()]]
             assert isinstance(size, int)
             values[name.decode()] = size
     return kind, values

@@ -1,7 +1,7 @@
 """GOAL text: labelled sends and receives of each rank, and which requires which; LogGOPSim reads it by txt2bin.
 
-The syntax is meant to be that of LogGOPSim (Hoefler et al., 2010), which has not read it yet: ``l1: send 8b to 1 tag
-3``, ``l2 requires l1``.
+The syntax is that of LogGOPSim (Hoefler et al., 2010), whose txt2bin (commit 76451de) read such files: ``l1: send 8b to
+1 tag 3``, ``l2 requires l1``, a label before it is required, and no line indented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusco.core.files import written_beside
 from fusco.core.lanes import IntArray
 from fusco.simulate.messages import Messages
 
-_TRANSFER = re.compile(r"\s*l(\d+): (send|recv) (\d+)b (?:to|from) (\d+) tag (\d+)")
+_TRANSFER = re.compile(r"l(\d+): (send|recv) (\d+)b (?:to|from) (\d+) tag (\d+)")
 
 
 def write_goal(messages: Messages, path: Path) -> None:
@@ -26,10 +26,10 @@ def write_goal(messages: Messages, path: Path) -> None:
         for i in np.flatnonzero((messages.src == rank) | (messages.dst == rank)).tolist():
             size = int(messages.num_bytes[i])
             if messages.src[i] == rank:
-                lines.append(f"  l{2 * i}: send {size}b to {messages.dst[i]} tag {i}")
-                lines += [f"  l{2 * i} requires l{2 * each + 1}" for each in messages.awaited(i).tolist()]
+                lines.append(f"l{2 * i}: send {size}b to {messages.dst[i]} tag {i}")
+                lines += [f"l{2 * i} requires l{2 * each + 1}" for each in messages.awaited(i).tolist()]
             else:
-                lines.append(f"  l{2 * i + 1}: recv {size}b from {messages.src[i]} tag {i}")
+                lines.append(f"l{2 * i + 1}: recv {size}b from {messages.src[i]} tag {i}")
         lines += ["}", ""]
     with written_beside(path) as beside:
         beside.write_text("\n".join(lines), encoding="utf-8")

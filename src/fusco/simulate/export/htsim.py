@@ -21,8 +21,11 @@ _CONNECTION = re.compile(r"(\d+)->(\d+) id \d+ (?:start 0|trigger \d+) size (\d+
 def write_htsim(messages: Messages, path: Path) -> None:
     """Write a connection for each message; those of a hop start when a barrier of its last earlier hop has ended.
 
-    A connection has one trigger that it counts down, so hops wait as wholes: later than messages do here.
+    A connection has one trigger that it counts down, so hops wait as wholes: later than messages do here. csg-htsim
+    reads sizes as 32-bit integers: ``ValueError`` for a message that is larger.
     """
+    if (most := int(messages.num_bytes.max(initial=0))) >= 1 << 31:
+        raise ValueError(f"csg-htsim reads connections below 2 GiB, this has one of {most:,} bytes")
     starts = [max(after, default=-1) for after in messages.after]
     awaited = {each: i + 1 for i, each in enumerate(sorted({start for start in starts if start >= 0}))}
     counts = np.bincount(messages.hop, minlength=len(starts))
