@@ -37,9 +37,9 @@ SMALL_PLAN_THREADS, SMALL_PLAN_PAIRS = 1024, 2048  # one block keeps all experts
 MIDDLE_PLAN_PAIRS, MIDDLE_PLAN_PAIRS_PER_BLOCK = 32_768, 2048
 PLAN_FORWARDING_THREADS = 1024  # one block per node
 GATHER_THREADS = 512
-# Not measured on GPUs. Few threads to a block of ``divide_rows``, as their experts take turns with an SM's memory.
+# Not measured on GPUs. Few threads to a block of ``divide_rows``: experts have shared memory, on several SMs.
 CHOOSE_OWNERS_THREADS = CHOOSE_OWNERS_PAIRS = 512
-SHARE_COUNTS_THREADS, DIVIDE_ROWS_THREADS, PLAN_BATCH_WARPS = 1024, 32, 32
+SHARE_COUNTS_THREADS, DIVIDE_ROWS_THREADS, PLAN_BATCH_WARPS = 1024, 64, 32
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
 WEIGHTED_SUM_THREADS = 256  # of benchmarks only; not tuned

@@ -164,7 +164,8 @@ def plan_batch(
     places, has = np.full(num_ranks, balance.spare_places), np.zeros((0, num_ranks), dtype=np.bool_)
     givers = Givers(counts, order, first, before, places, has, ranks_per_node, len(copies))
     num_copies, is_aim_held = plan_copies(givers, aim, float(balance.rows_per_copy), copies, loads)
-    return BatchPlan(*copies[:num_copies].T, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), counts)
+    experts, ranks, moved = copies[:num_copies].T
+    return BatchPlan(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), counts)
 
 
 def _loads_and_aim(rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance) -> tuple[IntArray, int]:

@@ -225,7 +225,7 @@ GRID: dict[str, list[Constants]] = {
     "choose_owners": [constants_of(ChooseArgs, 1, 512, ID_BYTES=id_bytes, PAIRS_PER_BLOCK=512) for id_bytes in (4, 8)],
     "share_counts": [constants_of(share_type(ranks), ranks, 1024, ID_BYTES=size) for ranks, size in ((1, 4), (8, 8))],
     "plan_batch": [constants_of(BatchArgs, 1, threads, **BATCH_CONSTANTS) for threads in (32, 1024)],
-    "divide_rows": [constants_of(DivideArgs, 1, 32)],
+    "divide_rows": [constants_of(DivideArgs, 1, 64)],
 }
 
 
