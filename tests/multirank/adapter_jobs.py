@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from frozen_frameworks import (
     CombineInputFormat,
     DeepEPv2CombineInput,
     HookRegistry,
+    SGLangUnquantizedMethod,
     frozen,
     sglang_per_token_group_quant_fp8,
 )
@@ -73,7 +75,8 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
             sent = dispatcher.dispatch(hidden_states=x, topk_output=SimpleNamespace(topk_ids=ids, topk_weights=weights))
             assert sent.use_masked_gemm is not is_extend
             assert sent.total_expanded == (0 if is_extend else len(sent.hidden_states))
-            y = _experts_in_blocks(sent, rank, is_static=not is_extend)
+            experts = [rank * NUM_LOCAL + local for local in range(NUM_LOCAL)]
+            y = _experts_in_blocks(sent, experts, is_static=not is_extend)
             if sent.hidden_states_scale is not None:
                 values, scales = sglang_per_token_group_quant_fp8(x, 128)
                 x = values.float() * scales.repeat_interleave(128, 1)
@@ -102,7 +105,36 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
     return errors
 
 
-def _experts_in_blocks(sent: Any, rank: int, *, is_static: bool) -> torch.Tensor:
+def sglang_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
+    """The largest error of layers whose experts SGLang's EPLB moves between steps; ids are physical, of any replica."""
+    rank, size, largest = group.rank(), group.size(), 0.0
+    num_physical, num_logical, width = NUM_LOCAL * size, NUM_LOCAL * size - size // 2, 2 * HIDDEN
+    with frozen(group), mock.patch.dict(os.environ, {"SGLANG_PLUGINS": "fusco"}):
+        from sglang.srt.layers import dp_attention
+
+        plugins.load_into_sglang()
+        ((_, hook),) = HookRegistry.hooks["sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"]
+        method = SGLangUnquantizedMethod()
+        dispatcher = hook(lambda *_: None, SimpleNamespace(num_experts=num_physical), method)
+        for number in range(num_placements):
+            dp_attention.state.is_extend = is_extend = number % 2 == 0
+            random = np.random.default_rng(number)
+            redundant = random.integers(0, num_logical, num_physical - num_logical)
+            placed = random.permutation([*range(num_logical), *redundant])
+            x, ids, weights = layer_input(rank, num_logical, 7 + number + 20 * rank, width)
+            replicas = [np.flatnonzero(placed == expert) for expert in range(num_logical)]
+            physical = [[-1 if each < 0 else random.choice(replicas[each]) for each in row] for row in ids.tolist()]
+            topk = SimpleNamespace(topk_ids=torch.tensor(physical), topk_weights=weights)
+            sent = dispatcher.dispatch(hidden_states=x, topk_output=topk)
+            experts = placed[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL].tolist()
+            y = _experts_in_blocks(sent, experts, is_static=not is_extend)
+            out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
+            largest = max(largest, float((out - dense(x, ids, weights)).abs().max()))
+        dispatcher._rows.comms.abort()
+    return largest
+
+
+def _experts_in_blocks(sent: Any, experts: list[int], *, is_static: bool) -> torch.Tensor:
     """Weighted results of rows in blocks of 128, those behind the last block undefined."""
     rows, ends = sent.hidden_states, sent.psum_num_recv_tokens_per_expert.tolist()
     assert sent.topk_weights.shape == (len(rows),)
@@ -111,7 +143,7 @@ def _experts_in_blocks(sent: Any, rank: int, *, is_static: bool) -> torch.Tensor
         wide = wide * sent.hidden_states_scale.repeat_interleave(128, 1)
     y, first = torch.full(rows.shape, float("nan")), 0
     for local, end in enumerate(ends):
-        y[first:end] = expert(wide[first:end], rank * NUM_LOCAL + local)
+        y[first:end] = expert(wide[first:end], experts[local])
         assert first % 128 == 0
         assert end - first <= sent.masked_max_m or not is_static
         first = -(-end // 128) * 128

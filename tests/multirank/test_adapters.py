@@ -31,6 +31,10 @@ def test_eplb_of_vllm_moves_experts_between_steps(world):
     assert max(world.run(vllm_jobs.vllm_rebalanced, 2, 4)) < 1e-6
 
 
+def test_eplb_of_sglang_moves_experts_between_steps(world):
+    assert max(world.run(jobs.sglang_rebalanced, 2, 4)) < 1e-6
+
+
 @pytest.mark.parametrize("backend", vllm_jobs.BACKENDS)
 def test_two_micro_batches_of_vllm_take_turns(world, backend):
     assert max(world.run(vllm_jobs.vllm_micro_batches, 2, backend)) < 1e-6

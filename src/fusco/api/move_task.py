@@ -32,9 +32,15 @@ class RankTransfers:
     """What one rank sends and receives in each step of a move."""
 
     def __init__(
-        self, steps: MoveSteps, rank: int, read: Callable[[int, int, int], Iterator[torch.Tensor]], device: torch.device
+        self,
+        steps: MoveSteps,
+        rank: int,
+        read: Callable[[int, int, int], Iterator[torch.Tensor]],
+        device: torch.device,
+        num_sms: int | None = None,
     ) -> None:
         """``read(i, begin, end)`` yields the bytes of the expert of transfer ``i``, which this rank has."""
+        self._num_sms = num_sms
         self.plan, self.num_steps, self._steps, self._read = steps.plan, steps.num_steps, steps, read
         self._sent = _of_rank(self.plan.src_ranks, self.plan.dst_ranks, rank)
         self._received = _of_rank(self.plan.dst_ranks, self.plan.src_ranks, rank)
@@ -54,6 +60,7 @@ class RankTransfers:
             output=output,
             send_rows=self._by_rank(self.plan.dst_ranks, sent),
             receive_rows=self._by_rank(self.plan.src_ranks, received),
+            num_sms=self._num_sms,
             step=f"{step + 1} of {self.num_steps}",
         )
 
@@ -95,15 +102,25 @@ class Pace:
         step_bytes: the most bytes that a NIC sends or receives in a step, and a rank within its node, up to rounding.
         share: the most of the time since the first step that steps may take, above 0; a step that would exceed it on
             any rank moves nothing.
+        bytes_per_s: the most bytes of a NIC since the first step over the time, likewise, up to a step. ``None`` means
+            any.
+        num_sms: on CUDA, the most SMs of a kernel that copies for a step; ``None`` means all. The driver copies within
+            a node, and NCCL's kernels take the SMs of their channels.
     """
 
     step_bytes: int = 4 << 20
     share: float = 1.0
+    bytes_per_s: float | None = None
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("step_bytes", self.step_bytes, least=1)
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.bytes_per_s is not None and not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s must be positive, got {self.bytes_per_s}")
+        if self.num_sms is not None:
+            check_integer("num_sms", self.num_sms, least=1)
 
 
 class MoveTask:
@@ -147,10 +164,10 @@ class MoveTask:
     def step(self) -> bool:
         """Move the bytes of one step, a collective; return True once all new experts are in their places.
 
-        It moves nothing if a rank is paused or has used its share of time. Raises ``PeerFailureError`` if a rank fails;
-        all places then hold their old experts.
+        It moves nothing if a rank is paused or ahead of its pace. Raises ``PeerFailureError`` if a rank fails; all
+        places then hold their old experts.
         """
-        return self._advance(is_held=self._is_paused or self._exceeds_share())
+        return self._advance(is_held=self._is_paused or self._exceeds_pace())
 
     def wait(self) -> None:
         """Move all that is left, a collective. It ends a pause, and takes all the time."""
@@ -178,5 +195,8 @@ class MoveTask:
         self._num_complete, self._request = step + 1, None
         return True
 
-    def _exceeds_share(self) -> bool:
-        return bool(self._began) and self._busy_s > self._pace.share * (perf_counter() - self._began)
+    def _exceeds_pace(self) -> bool:
+        pace, passed_s = self._pace, perf_counter() - self._began
+        num_bytes = self._num_complete * pace.step_bytes
+        is_too_fast = pace.bytes_per_s is not None and num_bytes > pace.bytes_per_s * passed_s
+        return bool(self._began) and (is_too_fast or self._busy_s > pace.share * passed_s)

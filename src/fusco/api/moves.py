@@ -47,7 +47,7 @@ class ExpertMoves(Exchanges):
         ``dispatch`` chooses an owner for each (token, k) if an expert has several, by a rule that is the same on all
         devices. Without shares it is the place on this rank; else the places on this node take turns; else all places.
         With shares each place takes its share of the expert's rows, of its own rank first, then of its node; ranks
-        exchange the counts for that.
+        exchange the counts for that. A graph divides by shares if it did when it was captured.
 
         Args:
             placement: any form of ``expert_placement``, in at most as many places on each rank as the communicator was
@@ -66,7 +66,7 @@ class ExpertMoves(Exchanges):
 
         The next ``dispatch``, of the same ids, follows the plan: each copy gets the rows that the plan gives it, of its
         own rank first, then of its node, in the block of its place. Before experts compute these rows,
-        ``prefetch_experts`` copies their weights. On CUDA the host waits for the counts.
+        ``prefetch_experts`` copies their weights. On CUDA the device plans, and the host waits for the plan.
 
         Args:
             topk_idx: as for ``dispatch``.
@@ -225,7 +225,7 @@ class ExpertMoves(Exchanges):
             steps = MoveSteps(move.plan, pace.step_bytes)
         fields = {**move.fields, "step_bytes": pace.step_bytes}
         self._agree(CollectiveFingerprint("move_experts", fields))
-        transfers = RankTransfers(steps, rank, move.read, self._validator.device)
+        transfers = RankTransfers(steps, rank, move.read, self._validator.device, pace.num_sms)
         end = partial(self._end_move, partial(move.put, transfers.arrived))
         return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
 

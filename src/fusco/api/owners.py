@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, KnownCall, Pending, Request
-from fusco.engine.owner_choice import OwnerChoice
+from fusco.engine.owner_choice import DeviceChoice, HostChoice, OwnerChoice
 from fusco.placement.batch import Balance, BatchPlan, plan_batch
 from fusco.planner.owners import Int32Array, OwnerTables
 from fusco.planner.routing import INDEX_DTYPES, Routing
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(kw_only=True)
@@ -44,7 +46,7 @@ class Owners:
     Attributes:
         placement: the present placement.
         placement_of_all: the same with the experts of ranks that are absent.
-        batch: owners of a planned batch, for the next dispatch.
+        batch: chooses the owners of a planned batch, for the next dispatch.
     """
 
     def __init__(self, session: Session, engine: Engine[Any], validator: Validator) -> None:
@@ -52,7 +54,7 @@ class Owners:
         self.placement = validator.caller_placement or validator.placement
         self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
-        self.batch: tuple[OwnerTables, Int32Array] | None = None  # of the plan that the next dispatch follows
+        self.batch: Callable[[torch.Tensor], torch.Tensor] | None = None  # chooses as the latest plan says
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
         self._max_counts = 2 * ControlLayout(engine.topology).max_counts
@@ -78,23 +80,15 @@ class Owners:
 
         What is no valid ``topk_idx`` is returned as it is, for ``dispatch`` to reject.
         """
-        tables: OwnerTables = self._tables
-        bounds: Int32Array | None = None
-        if self.batch:  # of the latest plan, which had the counts
-            (tables, bounds), self.batch = self.batch, None
-        elif tables.needs_counts:
+        bounds: Int32Array | torch.Tensor | None = None
+        planned, self.batch = self.batch, None
+        if not planned and self._tables.needs_counts:
             bounds = self._divide(topk_idx)
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.device == self._validator.device
         if not is_tensor or topk_idx.dtype not in INDEX_DTYPES or self._session.broken or self._choice is None:
             return topk_idx
         found = self._without_lost(topk_idx.detach())
-        if tables is self._tables:
-            return self._choice.choose(found, bounds)
-        self._choice.place(tables)
-        try:
-            return self._choice.choose(found, bounds)
-        finally:
-            self._choice.place(self._tables)
+        return planned(found) if planned else self._choice.choose(found, bounds)
 
     def _without_lost(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return the ids with -1 for experts that are lost, and count these; invalid ids stay."""
@@ -106,25 +100,52 @@ class Owners:
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
-        placement, topology = self.of_members(self.placement), self._engine.topology
-        num_experts, num_ranks = placement.num_experts, placement.world_size
-
-        def count(ids: torch.Tensor) -> IntArray:
-            assert self._choice is not None  # as there are places, which ``check`` requires
-            return self._choice.count_experts(ids)  # on CUDA invalid ids are the dispatch's to report
+        placement, topology, choice = self.of_members(self.placement), self._engine.topology, self._choice
 
         def check() -> None:
+            self._validator.require_not_capturing("plan_batch")
             _check_spare_places(placement, balance)
 
+        def prepare(request: Request, call: Call) -> Pending[BatchPlan]:  # noqa: ARG001
+            assert isinstance(choice, DeviceChoice)
+            plan = choice.plan  # invalid ids are the dispatch's to report
+            return Pending((), lambda _: plan(topk_idx, placement, balance))
+
         known = KnownCall(CollectiveFingerprint("plan_batch", {"placement": placement.digest, "balance": str(balance)}))
-        counts = self._exchange("plan_batch", known, topk_idx, num_experts, count, check)
+        if isinstance(choice, DeviceChoice):
+            plan = self._run("plan_batch", known, topk_idx, prepare, check)
+            self.batch = choice.choose_planned if len(plan.experts) else None
+        else:
+            plan = self._plan_on_host(known, topk_idx, placement, balance, check)
+        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
+
+    def _plan_on_host(
+        self,
+        known: KnownCall,
+        topk_idx: torch.Tensor,
+        placement: ExpertPlacement,
+        balance: Balance,
+        check: Callable[[], None],
+    ) -> BatchPlan:
+        topology, num_ranks = self._engine.topology, placement.world_size
+        counts = self._exchange("plan_batch", known, topk_idx, placement.num_experts, slice(None), check)
         ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else None
         plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
         self.batch = None
         if len(plan.experts):
             tables = OwnerTables.of(placement, self._validator.rank, topology, (plan.experts, plan.ranks))
-            self.batch = tables, tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
-        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
+            bounds = tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
+            self.batch = partial(self._choose_once, tables, bounds)
+        return plan
+
+    def _choose_once(self, tables: OwnerTables, bounds: Int32Array, topk_idx: torch.Tensor) -> torch.Tensor:
+        """Choose by other tables than the placement's."""
+        assert self._choice is not None
+        self._choice.place(tables)
+        try:
+            return self._choice.choose(topk_idx, bounds)
+        finally:
+            self._choice.place(self._tables)
 
     def place(self, given: object) -> None:
         """Replace the placement, on all ranks."""
@@ -181,12 +202,18 @@ class Owners:
         fields: Fields = {"placement": placement.digest, "divided_experts": len(tables.divided)}
         self._known = KnownCall(CollectiveFingerprint("dispatch", fields))
 
-    def _divide(self, topk_idx: torch.Tensor) -> Int32Array:
+    def _divide(self, topk_idx: torch.Tensor) -> Int32Array | torch.Tensor:
         """Exchange the counts of experts that have shares, and return this rank's bounds."""
-        assert self._choice is not None
-        num_divided = len(self._tables.divided)
-        counts = self._exchange("dispatch", self._known, topk_idx, num_divided, self._choice.count)
-        return self._tables.divide_rows(counts)
+        choice, divided = self._choice, self._tables.divided
+
+        def prepare(request: Request, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG001
+            assert isinstance(choice, DeviceChoice)
+            divide = choice.divide  # once all ranks agree, as it waits for them on the device
+            return Pending((), lambda _: divide(topk_idx))
+
+        if isinstance(choice, DeviceChoice):
+            return self._run("dispatch", self._known, topk_idx, prepare)
+        return self._tables.divide_rows(self._exchange("dispatch", self._known, topk_idx, len(divided), divided))
 
     def _exchange(
         self,
@@ -194,37 +221,46 @@ class Owners:
         known: KnownCall,
         topk_idx: torch.Tensor,
         num_counts: int,
-        count: Callable[[torch.Tensor], IntArray],
+        counted: IntArray | slice,
         check: Callable[[], None] = lambda: None,
     ) -> IntArray:
-        """Return counts of the ids of each rank, int64 (R, num_counts), in as many collectives as records need."""
-        session, counts = self._session, np.zeros(0, np.int64)
-        if session.has_published:  # by a call that was interrupted before it went on
-            with session.access.using(name):
-                session.end_interrupted()
-        gathered: list[IntArray] = []
+        """Return counts of each rank's ids of some experts, int64 (R, num_counts), in as many calls as records need."""
+        counts, gathered = np.zeros(0, np.int64), list[IntArray]()
         for first in range(0, num_counts, self._max_counts):
-
-            def validate() -> Request:
-                check()
-                self._validate_ids(topk_idx)
-                return Request(known=known)
 
             def prepare(request: Request, call: Call, first: int = first) -> Pending[IntArray]:  # noqa: ARG001
                 nonlocal counts
                 if not first:
-                    counts = count(topk_idx)
+                    assert isinstance(self._choice, HostChoice)
+                    counts = self._choice.count_experts(topk_idx)[counted]
                 return Pending(_packed(counts[first : first + self._max_counts]), _unpacked)
 
-            gathered.append(run_collective(session, self._engine, name, validate, prepare))
+            gathered.append(self._run(name, known, topk_idx, prepare, check))
         return np.concatenate(gathered, axis=1)[:, :num_counts]
 
-    def _validate_ids(self, topk_idx: torch.Tensor) -> None:
-        routing = Routing(topk_idx)
-        self._validator.require_routing(routing)
-        self._validator.require_not_capturing("a dispatch that divides rows by shares")
-        if self._validator.device.type == "cpu":
-            routing.check_expert_ids(self.placement.num_experts)
+    def _run(
+        self,
+        name: str,
+        known: KnownCall,
+        topk_idx: torch.Tensor,
+        prepare: Callable[[Request, Call], Pending[_Result]],
+        check: Callable[[], None] = lambda: None,
+    ) -> _Result:
+        """Return the result of a collective about ids."""
+        session = self._session
+        if session.has_published:  # by a call that was interrupted before it went on
+            with session.access.using(name):
+                session.end_interrupted()
+
+        def validate() -> Request:
+            check()
+            routing = Routing(topk_idx)
+            self._validator.require_routing(routing)
+            if self._validator.device.type == "cpu":
+                routing.check_expert_ids(self.placement.num_experts)
+            return Request(known=known)
+
+        return run_collective(session, self._engine, name, validate, prepare)
 
 
 def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusco.core.lanes import IntArray
-from fusco.cpu.kernels.choose_owners import choose_owners, count_divided
+from fusco.cpu.kernels.choose_owners import choose_owners, count_experts
 from fusco.planner.owners import Int32Array, OwnerTables
 
 
@@ -17,13 +17,9 @@ class CpuOwnerChoice:
     def place(self, tables: OwnerTables) -> None:
         self._tables = tables
 
-    def count(self, topk_idx: torch.Tensor) -> IntArray:
-        return count_divided(topk_idx, self._tables)
-
     def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
-        num_experts, flat = self._tables.num_experts, topk_idx.reshape(-1)
-        counts: IntArray = torch.bincount(flat[flat >= 0], minlength=num_experts)[:num_experts].numpy()
-        return counts
+        return count_experts(topk_idx, self._tables.num_experts)
 
-    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:
+    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | torch.Tensor | None) -> torch.Tensor:
+        assert not isinstance(bounds, torch.Tensor)  # which only a device makes
         return choose_owners(topk_idx, self._tables, bounds)

@@ -110,6 +110,11 @@ class CudaContext:
         return self.arena.layout
 
     @property
+    def counts_offset(self) -> int:
+        """Where the counts that ranks of the node exchange are in every arena; see ``share_counts``."""
+        return self.layout.offsets["end"]
+
+    @property
     def topology(self) -> Topology:
         """The ranks of each node."""
         return self.layout.topology

@@ -34,6 +34,7 @@ from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
+from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
@@ -116,7 +117,8 @@ class CudaEngine:
         self._network: Network | None = None
         with ExitStack() as resources, gpu.entered():
             device_layout = DeviceLayout.of(config)
-            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"], gpu)
+            count_bytes = shared_count_bytes(device_layout.num_ranks, placement.num_experts)
+            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"] + count_bytes, gpu)
             self._arena = Arena(device_layout, memory, store_gather, gpu)
             self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
             self._order = StreamOrder(gpu, self._peer_watch.start)
@@ -155,7 +157,7 @@ class CudaEngine:
         return True
 
     def owner_choice(self) -> CudaOwnerChoice:
-        return CudaOwnerChoice(self._context, self._order)
+        return CudaOwnerChoice(self._context, self._order, self._network)
 
     def quantizer(self) -> CudaQuantizer:
         return CudaQuantizer(self._context, self._order)
@@ -227,7 +229,7 @@ class CudaEngine:
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         """Keep the order of the caller's stream; on one node the host waits for the copies."""
         if request.pieces:
-            request = replace(request, input=torch.cat(list(request.pieces)), pieces=())
+            request = replace(request, input=_joined(request.pieces, request.num_sms), pieces=())
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
             with call.profile.spend("planning"):
@@ -235,7 +237,8 @@ class CudaEngine:
             on_stream = self._order.on_stream(Launch(), request.input, request.output)
             with call.profile.spend("wire"), on_stream as stream:
                 if self._network:
-                    stream.wait_event(self._exchange_between_nodes(request.memories, rank_schedule, call, stream))
+                    terms = (request.memories, rank_schedule, call, stream, request.num_sms)
+                    stream.wait_event(self._exchange_between_nodes(*terms))
                 else:
                     self._exchange_within_node(request, call, stream)
             return request
@@ -250,14 +253,19 @@ class CudaEngine:
         call.profile.intranode_row_bytes += num_rows * request.row_bytes
 
     def _exchange_between_nodes(
-        self, ends: Sequence[ByteMemory], rank_schedule: RankSchedule, call: Call, stream: torch.cuda.Stream
+        self,
+        ends: Sequence[ByteMemory],
+        rank_schedule: RankSchedule,
+        call: Call,
+        stream: torch.cuda.Stream,
+        num_sms: int | None = None,
     ) -> torch.cuda.Event:
         """Launch a schedule from its input to its output, and return the event of its end."""
         assert self._network
         network = self._network.stream
         network.wait_stream(stream)
         with self._gpu.on(network):
-            copy = partial(copy_segments, self._context.launcher(network))
+            copy = partial(copy_segments, self._context.launcher(network), num_sms=num_sms)
             rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
             return rounds.run(call.profile)
 
@@ -330,6 +338,16 @@ class CudaEngine:
 
     def _streams(self, stream: torch.cuda.Stream) -> DeviceSegmentChannels:
         return DeviceSegmentChannels(self._memory, self._context, self._network, stream)
+
+
+def _joined(pieces: Sequence[torch.Tensor], num_sms: int | None) -> torch.Tensor:
+    """Return pieces one behind the other: one kernel copies them, or with a limit of SMs the driver, one by one."""
+    if num_sms is None:
+        return torch.cat(list(pieces))
+    joined = pieces[0].new_empty(sum(map(len, pieces)))
+    for part, piece in zip(joined.split(list(map(len, pieces))), pieces, strict=True):
+        part.copy_(piece)
+    return joined
 
 
 def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]:

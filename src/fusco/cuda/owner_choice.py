@@ -2,75 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
 import torch
 
 from fusco.core.config import Launch
-from fusco.core.lanes import IntArray
+from fusco.core.placement import ExpertPlacement
+from fusco.cuda.between_nodes.network import Network, messages_of
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.choose_owners import DeviceOwnerTables, choose_owners
+from fusco.cuda.kernels.divide_rows import divide_rows
+from fusco.cuda.kernels.plan_batch import DeviceBatches, plan_batch
+from fusco.cuda.kernels.share_counts import share_counts
 from fusco.cuda.stream_order import StreamOrder
+from fusco.placement.batch import Balance, BatchPlan
 from fusco.planner.owners import Int32Array, OwnerTables
 
 
 class CudaOwnerChoice:
     """Methods are those of ``fusco.engine.owner_choice.OwnerChoice``, documented there.
 
-    Everything is launched on the caller's stream, in the order of the communicator's calls.
+    Everything is launched on the caller's stream, in the order of the communicator's calls, or on the network's for it.
     """
 
-    def __init__(self, context: CudaContext, order: StreamOrder) -> None:
-        """Allocate tables for any placement."""
-        self._context, self._order, self._device = context, order, context.arena.device
-        sizes = (context.num_experts, context.placement.num_experts)
-        self._tables = DeviceOwnerTables.empty(*sizes, context.rank, self._device)
+    def __init__(self, context: CudaContext, order: StreamOrder, network: Network | None = None) -> None:
+        """Allocate tables for any placement; ``network`` is to other nodes."""
+        self._context, self._order, self._network = context, order, network
+        self._device = context.arena.device
+        sizes = (context.num_experts, context.placement.num_experts, context.rank, context.topology.rank_to_node)
+        self._tables = DeviceOwnerTables.empty(*sizes, self._device)
+        self._planned = replace(DeviceOwnerTables.empty(*sizes, self._device), counts=self._tables.counts)
+        self._batches: DeviceBatches | None = None
 
     def place(self, tables: OwnerTables) -> None:
         with self._order.on_stream(Launch()):
-            for to, table in (
-                (self._tables.expert_to_first, tables.expert_to_first),
-                (self._tables.owners, tables.owners),
-                (self._tables.expert_to_divided, tables.expert_to_divided),
-            ):
-                to[: len(table)].copy_(self._pinned(table), non_blocking=True)
-        self._num_divided = len(tables.divided)
+            for to, values in self._tables.of_placement(tables):
+                # in memory that stays allocated until the stream has read it
+                to.copy_(pinned(torch.from_numpy(values), self._device), non_blocking=True)
 
-    def count(self, topk_idx: torch.Tensor) -> IntArray:
-        """Return counts; the host waits for the device."""
-        return self._count(topk_idx, self._num_divided, lambda ids: self._tables.expert_to_divided[ids].long())
-
-    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
-        """Return counts; the host waits for the device."""
-        return self._count(topk_idx, self._context.num_experts, lambda ids: ids)
-
-    def _count(
-        self, topk_idx: torch.Tensor, num_counts: int, index_of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> IntArray:
-        """Return the pairs of each index, int64 (num_counts,); ``index_of`` valid ids, -1 for those not to count."""
-        num_experts = self._context.num_experts
+    def divide(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """Return bounds in memory that the next call overwrites; no host waits."""
         with self._order.on_stream(Launch(), topk_idx) as stream:
-            ids = topk_idx.reshape(-1).long()
-            indices = index_of(ids.clamp(0, num_experts - 1))
-            is_counted = (ids >= 0) & (ids < num_experts) & (indices >= 0)
-            indices = torch.where(is_counted, indices, num_counts)
-            counts = torch.zeros(num_counts + 1, dtype=torch.int64, device=self._device)
-            counts.index_add_(0, indices, torch.ones_like(indices))
-            on_host = pinned(torch.empty(num_counts + 1, dtype=torch.int64, device="cpu"), self._device)
-            on_host.copy_(counts, non_blocking=True)
+            self._share_counts(topk_idx, stream)
+            divide_rows(self._context.launcher(stream), self._tables)
+        return self._tables.bounds
+
+    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
+        topology, known = self._context.topology, self._batches
+        with self._order.on_stream(Launch(), topk_idx) as stream:
+            if known is None or (known.placement, known.balance) != (placement, balance):
+                known = self._batches = DeviceBatches.of(placement, balance, self._device)
+            self._share_counts(topk_idx, stream)
+            launcher, result = self._context.launcher(stream), known.result
+            ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else topology.world_size
+            plan_batch(launcher, known, self._planned, ranks_per_node)
+            divide_rows(launcher, self._planned, has_quotas=True)
+            on_host = pinned(torch.empty(result.shape, dtype=torch.int32, device="cpu"), self._device)
+            on_host.copy_(result, non_blocking=True)
             done = stream.record_event()
-        self._context.watchdog.wait_until(done.query, lambda: own_backlog("the rows of each expert"))
-        of_experts: IntArray = on_host[:num_counts].numpy()
-        return of_experts
+        self._context.watchdog.wait_until(done.query, lambda: own_backlog("the plan of a batch"))
+        self._context.watchdog.check_device()  # a rank whose counts have not come
+        return known.plan_of(on_host)
 
-    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:
+    def choose_planned(self, topk_idx: torch.Tensor) -> torch.Tensor:
         with self._order.on_stream(Launch(), topk_idx) as stream:
-            on_device = None if bounds is None else self._pinned(bounds).to(self._device, non_blocking=True)
-            return choose_owners(self._context.launcher(stream), self._tables, topk_idx, on_device)
+            return choose_owners(self._context.launcher(stream), self._planned, topk_idx, self._planned.bounds)
 
-    def _pinned(self, table: Int32Array) -> torch.Tensor:
-        """Return a copy of a table in memory that stays allocated until the stream has read it."""
-        return pinned(torch.from_numpy(np.ascontiguousarray(table)), self._device)
+    def _share_counts(self, topk_idx: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Exchange the counts of all ranks, into tables of the placement and of batches."""
+        context, counts = self._context, self._tables.counts
+        share_counts(context.launcher(stream), topk_idx, counts, context.counts_offset, context.arena.node_ranks)
+        if self._network:
+            self._share_between_nodes(self._network, stream)
+
+    def _share_between_nodes(self, network: Network, stream: torch.cuda.Stream) -> None:
+        """Exchange this rank's counts with the ranks of other nodes."""
+        counts, node_ranks = self._tables.counts, self._context.arena.node_ranks
+        others = [rank for rank in range(len(counts)) if rank not in node_ranks]
+        sends = messages_of((rank, counts[self._context.rank]) for rank in others)
+        receives = messages_of((rank, counts[rank]) for rank in others)
+        network.stream.wait_stream(stream)
+        with self._context.gpu.on(network.stream):
+            done = network.exchange(sends, receives, "the rows of each expert")
+        stream.wait_event(done)
+
+    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | torch.Tensor | None) -> torch.Tensor:
+        assert bounds is None or isinstance(bounds, torch.Tensor)  # as no host divides
+        with self._order.on_stream(Launch(), topk_idx) as stream:
+            return choose_owners(self._context.launcher(stream), self._tables, topk_idx, bounds)

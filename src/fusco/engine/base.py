@@ -264,6 +264,7 @@ class AllToAllRequest(Request):
     pieces: Sequence[torch.Tensor] = ()  # contiguous, uint8: if any, they are the input in order, and ``input`` is not
     mode: ScheduleMode | None = None  # mode of the schedule between nodes; ``None`` lets the engine choose
     requires_grad: bool = False  # whether gradients will be sent back, by another all-to-all
+    num_sms: int | None = None  # on CUDA, the most SMs of a kernel that copies; ``None`` means all
 
     @property
     def counts(self) -> list[int]:

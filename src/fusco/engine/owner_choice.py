@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from fusco.core.lanes import IntArray
+from fusco.core.placement import ExpertPlacement
+from fusco.placement.batch import Balance, BatchPlan
 from fusco.planner.owners import Int32Array, OwnerTables
 
 
@@ -16,14 +18,31 @@ class OwnerChoice(Protocol):
     def place(self, tables: OwnerTables) -> None:
         """Take these tables for all further calls; on a device, also for replays of graphs, in order of the stream."""
 
-    def count(self, topk_idx: torch.Tensor) -> IntArray:
-        """Return the pairs (token, k) of each expert with several owners, int64 (D,); the host waits for them."""
-
-    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
-        """Return the pairs of every expert, int64 (E,), without invalid ids; the host waits for them."""
-
-    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | None) -> torch.Tensor:
+    def choose(self, topk_idx: torch.Tensor, bounds: Int32Array | torch.Tensor | None) -> torch.Tensor:
         """Return the physical expert of each pair, of the dtype and shape of ``topk_idx``, contiguous.
 
-        ``bounds`` are those of ``OwnerTables.divide_rows``, if there are shares. Invalid ids stay invalid.
+        ``bounds`` are those of ``OwnerTables.divide_rows``, or of ``divide``, if there are shares. Invalid ids stay
+        invalid.
         """
+
+
+@runtime_checkable
+class HostChoice(OwnerChoice, Protocol):
+    """A choice whose host exchanges counts."""
+
+    def count_experts(self, topk_idx: torch.Tensor) -> IntArray:
+        """Return the pairs (token, k) of every expert, int64 (E,), without invalid ids."""
+
+
+@runtime_checkable
+class DeviceChoice(OwnerChoice, Protocol):
+    """A choice whose device exchanges counts. All ranks have agreed before they call what exchanges them."""
+
+    def divide(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """Exchange counts; return the bounds of ``OwnerTables.divide_rows``, int32 (C,). No host waits."""
+
+    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
+        """Exchange counts, and plan a batch; the host waits for the plan. Each expert has one place."""
+
+    def choose_planned(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """``choose`` by the latest plan."""

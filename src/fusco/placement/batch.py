@@ -19,12 +19,13 @@ from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
 
 IntArray = npt.NDArray[np.int64]
-_NUM_CAPS = 12  # tried between the aim and the busiest rank of today
-_NUM_RULES = 4  # of the ways of `_hold`: those without random choices
+# The kernel of the same name plans as these say, too.
+NUM_CAPS = 20  # that are tried, at most
+NUM_RULES = 4  # of the ways of `_hold`: those without random choices
 _ANY = 2  # rule that takes any giver or taker
-_MOST_TRIES, _NUM_TRIES = 32, 2048  # with random choices; the latter over the square of the number of ranks
-_PRECISION = 512  # parts of the aim, to which a cap is known
-_NUM_BISECTIONS = 5  # between the least of them that can be held and the one before it
+MOST_TRIES, NUM_TRIES = 32, 2048  # with random choices; the latter over the square of the number of ranks
+PRECISION = 512  # parts of the aim, to which a cap is known
+FIRST_GAP = 128  # parts of the aim, between it and the second cap; gaps double
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,16 @@ class BatchPlan:
     loads_before: IntArray
     limit: Literal["", "places", "copies"]
     rows_per_expert: IntArray
+
+    @classmethod
+    def of_copies(
+        cls, rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance, copies: IntArray, *, is_aim_held: bool
+    ) -> BatchPlan:
+        """Return the plan of copies (C, 3): expert, rank and rows of each."""
+        (experts, ranks, moved), (before, aim) = copies.T, _loads_and_aim(rows, homes, num_ranks, balance)
+        loads = before + np.bincount(ranks, moved, num_ranks).astype(np.int64)
+        loads -= np.bincount(homes[experts], moved, num_ranks).astype(np.int64)
+        return cls(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), rows)
 
     @cached_property
     def busiest_over_mean(self) -> float:
@@ -146,8 +157,7 @@ def plan_batch(
     if homes.size and not 0 <= homes.min() <= homes.max() < num_ranks:
         wrong = int(np.flatnonzero((homes < 0) | (homes >= num_ranks))[0])
         raise ValueError(f"expert {wrong} is on rank {homes[wrong]}, but there are {num_ranks} ranks")
-    before = np.bincount(homes, weights=counts, minlength=num_ranks).astype(np.int64)
-    aim = max(-(-int(before.sum()) // num_ranks), int(before.sum() * (1 + balance.tolerance) / num_ranks))
+    before, aim = _loads_and_aim(counts, homes, num_ranks, balance)
     order = np.argsort(homes, kind="stable")
     first = np.searchsorted(homes[order], np.arange(num_ranks + 1))
     copies, loads = np.empty((num_ranks * balance.spare_places, 3), dtype=np.int64), np.empty_like(before)
@@ -155,10 +165,20 @@ def plan_batch(
     givers = Givers(counts, order, first, before, places, has, ranks_per_node, len(copies))
     num_copies, is_aim_held = plan_copies(givers, aim, float(balance.rows_per_copy), copies, loads)
     experts, ranks, moved = copies[:num_copies].T
-    limit: Literal["", "places", "copies"] = ""
-    if loads.max() > aim:
-        limit = "copies" if is_aim_held else "places"
-    return BatchPlan(experts, ranks, moved, loads, before, limit, counts)
+    return BatchPlan(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), counts)
+
+
+def _loads_and_aim(rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance) -> tuple[IntArray, int]:
+    """Return the rows of each rank without copies, and those that copies are to leave to the busiest rank."""
+    loads = np.bincount(homes, weights=rows, minlength=num_ranks).astype(np.int64)
+    total = int(loads.sum())
+    return loads, max(-(-total // num_ranks), int(total * (1 + balance.tolerance) / num_ranks))
+
+
+def _limit(loads: IntArray, aim: int, *, is_aim_held: bool) -> Literal["", "places", "copies"]:
+    if loads.max() <= aim:
+        return ""
+    return "copies" if is_aim_held else "places"
 
 
 def _over_mean(loads: IntArray) -> float:
@@ -186,8 +206,8 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
     loads[:] = givers.loads
     num_best, least_cost, is_aim_held = 0, float(most), most <= aim
     cap, failed, held = aim, aim, most  # the greatest cap that no way could hold, the least that one could
-    least_step, all_ways = max(1.0, aim / 128), _NUM_RULES + min(_MOST_TRIES, _NUM_TRIES // len(loads) ** 2)
-    for i in range(_NUM_CAPS + _NUM_BISECTIONS):
+    gap, all_ways = max(1, aim // FIRST_GAP), NUM_RULES + min(MOST_TRIES, NUM_TRIES // len(loads) ** 2)
+    for i in range(NUM_CAPS):
         if cap >= most or cap <= 0:
             break
         num_ways = all_ways if i == 0 or held < most else 1
@@ -202,11 +222,12 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
                 least_cost, num_best = cost, num
                 best[:num], loads[:] = copies[:num], held_loads
         if rows_per_copy == 0 and held < most:
-            if held <= failed + max(1, aim // _PRECISION):
+            if held <= failed + max(1, aim // PRECISION):
                 break
             cap = (held + failed) // 2
-        else:  # geometrically from the aim to the most
-            cap = max(cap + 1, int(aim + least_step * ((most - aim) / least_step) ** (i / (_NUM_CAPS - 1.0))))
+        else:  # geometrically from the aim to the most, in integers, which no device rounds
+            cap = aim + gap
+            gap *= 2
     return num_best, is_aim_held
 
 
@@ -244,7 +265,7 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any) -
     loads[:] = givers.loads
     giver_rule, taker_rule, seed = way // 2, way % 2, way
     while True:
-        if way >= _NUM_RULES:
+        if way >= NUM_RULES:
             seed = _next(seed)
             giver_rule, taker_rule = (seed >> 16) % 3, (seed >> 20) % 3
         giver = _giver(loads, cap, giver_rule, seed)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 import fusco
+from fusco.api import move_task
 from fusco.api.expert_memory import ExpertMemory, describe_experts
 from fusco.api.move_task import MoveTask
 
@@ -66,12 +69,22 @@ def test_a_small_share_holds_back_after_the_first_step():
     assert [is_held for _, is_held in asked] == [False, True, True]
 
 
+def test_a_rate_holds_back_until_the_bytes_of_complete_steps_are_due():
+    with mock.patch.object(move_task, "perf_counter") as clock:
+        task, asked = task_of([True] * 3, fusco.Pace(step_bytes=100, bytes_per_s=50.0))
+        for clock.return_value in (1.0, 2.0, 2.9, 3.0, 4.0, 5.0):
+            task.step()
+    assert [is_held for _, is_held in asked] == [False, True, True, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
         ({"share": 1.5}, "share must be above 0 and at most 1, got 1.5"),
         ({"step_bytes": 0}, "step_bytes must be positive, got 0"),
+        ({"bytes_per_s": 0}, "bytes_per_s must be positive, got 0"),
+        ({"num_sms": 0}, "num_sms must be positive, got 0"),
     ],
 )
 def test_mistakes_in_a_pace_are_named(arguments, text):

@@ -185,7 +185,7 @@ def iteration_of(ms, **more):
 def record_of(*deviations):
     case = Case(batch="skewed: 64, 8", routing="random", lengths=[(64,), (8,)], imbalance=1.5)
     sections = {"dispatch": 1.0, "combine": 2.0, "prefill": 12.0}
-    iterations = [[iteration_of(ms), iteration_of(9.0)] for ms in (10.0, 12.0, 20.0)]
+    iterations = [[iteration_of(ms, cpu_ms=1.0), iteration_of(9.0, cpu_ms=ms / 2)] for ms in (10.0, 12.0, 20.0)]
     measured = Measured(iterations=iterations, section_ms=sections, deviations=deviations)
     return summarize(JOB, case, "fusco", measured, 3 << 30)
 
@@ -195,7 +195,7 @@ def test_a_record_has_medians_and_the_worst_of_all_ranks():
     assert (record.ttft_ms, record.num_iterations) == (12.0, 3)
     assert 19.0 < record.p99_ms <= 20.0
     assert record.tokens_per_s == 6000
-    assert record.slowest_ms == 20.0
+    assert (record.slowest_ms, record.busiest_cpu_ms) == (20.0, 6.0)
     assert record.shuffle_share == 0.25
     assert (record.layer_error, record.same_next_tokens) == (2e-6, round(68 / 72, 5))
     assert (record.batch, record.peak_memory_gib, record.verified) == ("skewed: 64, 8", 3.0, True)

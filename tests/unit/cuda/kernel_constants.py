@@ -11,12 +11,15 @@ from fusco.cuda.kernels.add_returned import returned_type
 from fusco.cuda.kernels.choose_owners import ChooseArgs
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.copy_segments import CopyArgs
+from fusco.cuda.kernels.divide_rows import DivideArgs
 from fusco.cuda.kernels.gather_rows import gather_type
 from fusco.cuda.kernels.node_barrier import barrier_type
 from fusco.cuda.kernels.plan import plan_type
+from fusco.cuda.kernels.plan_batch import BATCH_CONSTANTS, BatchArgs
 from fusco.cuda.kernels.plan_forwarding import ForwardingArgs
 from fusco.cuda.kernels.quantize_rows import QuantizeArgs
 from fusco.cuda.kernels.scatter_rows import scatter_type
+from fusco.cuda.kernels.share_counts import share_type
 from fusco.cuda.kernels.weight_gradients import WeightArgs
 from fusco.cuda.kernels.weighted_sum import WeightedSumArgs
 from fusco.cuda.tuning import MAX_PARTS, combine_shape
@@ -220,6 +223,9 @@ GRID: dict[str, list[Constants]] = {
         )
     ],
     "choose_owners": [constants_of(ChooseArgs, 1, 512, ID_BYTES=id_bytes, PAIRS_PER_BLOCK=512) for id_bytes in (4, 8)],
+    "share_counts": [constants_of(share_type(ranks), ranks, 1024, ID_BYTES=size) for ranks, size in ((1, 4), (8, 8))],
+    "plan_batch": [constants_of(BatchArgs, 1, threads, **BATCH_CONSTANTS) for threads in (32, 1024)],
+    "divide_rows": [constants_of(DivideArgs, 1, 64)],
 }
 
 

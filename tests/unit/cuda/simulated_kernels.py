@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from native_functions import BoundByAddress
 from simulated_device import Machine, Stream, driver_functions
+from simulated_owner_kernels import OwnerKernels
 
 from fusco.core.quantization import Quantize
 from fusco.core.rows import accumulation_dtype
@@ -44,7 +45,7 @@ class NodeWords:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))
         self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(3))
         self.plan_epoch = [0] * num_ranks
-        self.barriers = [0] * num_ranks  # that each rank has come to
+        self.barriers, self.counts = [0] * num_ranks, [0] * num_ranks  # that each rank has come to
 
 
 class SimulatedLibrary:
@@ -67,7 +68,7 @@ def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
     return type(arguments).from_buffer_copy(arguments)
 
 
-class SimulatedKernel(BoundByAddress):
+class SimulatedKernel(OwnerKernels, BoundByAddress):
     """Replaces ``Kernel``."""
 
     def __init__(self, machine: Machine, words: NodeWords, name: str, constants: Mapping[str, Any]) -> None:

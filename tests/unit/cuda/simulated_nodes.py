@@ -25,6 +25,7 @@ from fusco.cuda.between_nodes.network import PreparedMessages
 from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.program import NativeCall
+from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.within_node.device_plan import DevicePlan
@@ -201,6 +202,9 @@ class SimulatedWatch:
         stall()
         self._machine.wait(is_ready)
 
+    def check_device(self) -> None:
+        """No device fails."""
+
 
 @dataclass
 class Roll:
@@ -297,7 +301,8 @@ class World:
 
     def _start(self, rank: int, gpu: SimulatedGpu) -> Rank:
         layout, machine = self.layout, self.machine
-        memory = torch.zeros(layout.offsets["end"], dtype=torch.uint8)
+        num_bytes = layout.offsets["end"] + shared_count_bytes(layout.num_ranks, self.placement.num_experts)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
         arena = Arena(layout, memory, Roll(rank), gpu)
         words = self._words[layout.topology.rank_to_node[rank]]
         library = self._library() if self._library else SimulatedLibrary(machine, words)

@@ -8,7 +8,7 @@ import torch
 
 from fusco import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.cpu.kernels.choose_owners import choose_owners, count_divided
+from fusco.cpu.kernels.choose_owners import choose_owners, count_experts
 from fusco.planner.owners import OwnerTables
 from fusco.planner.routing import UNPLACED, logical_id
 from generator import KINDS, Case, random_places
@@ -19,7 +19,7 @@ def chosen_by(placement: ExpertPlacement, topology: Topology, ids: list[torch.Te
     tables = [OwnerTables.of(placement, rank, topology) for rank in range(placement.world_size)]
     if not tables[0].needs_counts:
         return [choose_owners(of_rank, of) for of_rank, of in zip(ids, tables, strict=True)]
-    counts = np.stack([count_divided(of_rank, of) for of_rank, of in zip(ids, tables, strict=True)])
+    counts = np.stack([count_experts(of_rank, placement.num_experts) for of_rank in ids])[:, tables[0].divided]
     return [choose_owners(of_rank, of, of.divide_rows(counts)) for of_rank, of in zip(ids, tables, strict=True)]
 
 

@@ -51,6 +51,7 @@ class PrefillRecord(Case, VerifiedMeasurement):
     ttft_ms: float  # median time from a barrier until the host has the first token of every prompt, the slowest rank's
     p99_ms: float  # its 99th percentile
     slowest_ms: float  # its maximum
+    busiest_cpu_ms: float  # processor time of the rank with the most, median: of it alone, however few the cores
     tokens_per_s: int  # tokens of all prompts over the median
     # dispatch_ms, combine_ms: of all layers, waiting included, means over ranks, from separate prefills
     dispatch_ms: float
@@ -80,6 +81,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
     """Return the record of a variant in a case."""
     num_tokens, sections = sum(map(sum, case.lengths)), measured.section_ms
     times = [max(rank.ms for rank in ranks) for ranks in measured.iterations]
+    busiest = [max(rank.cpu_ms for rank in ranks) for ranks in measured.iterations]
     typical_ms = median(times) if times else 0.0
     errors = [
         f"rank {rank}: {failure}"
@@ -97,6 +99,7 @@ def summarize(job: PrefillJob, case: Case, variant: str, measured: Measured, pea
         ttft_ms=round(typical_ms, 3),
         p99_ms=round(float(np.percentile(times, 99)), 3) if times else 0.0,
         slowest_ms=max(times, default=0.0),
+        busiest_cpu_ms=median(busiest) if busiest else 0.0,
         tokens_per_s=round(num_tokens / typical_ms * 1e3) if typical_ms else 0,
         **{f"{verb}_ms": round(sections.get(verb, 0.0), 3) for verb in ("dispatch", "combine")},
         shuffle_share=round((sections["dispatch"] + sections["combine"]) / sections["prefill"], 4) if sections else 0.0,

@@ -42,10 +42,10 @@ def choose_owners(topk_idx: torch.Tensor, tables: OwnerTables, bounds: Int32Arra
     return chosen
 
 
-def count_divided(topk_idx: torch.Tensor, tables: OwnerTables) -> IntArray:
-    """Return the pairs of each expert that has several owners, int64 (D,)."""
-    counts = np.zeros(len(tables.divided), np.int64)
-    _count(topk_idx.contiguous().view(-1).numpy(), tables.expert_to_divided, counts)
+def count_experts(topk_idx: torch.Tensor, num_experts: int) -> IntArray:
+    """Return the pairs of each expert, int64 (E,)."""
+    counts = np.zeros(num_experts, np.int64)
+    _count(topk_idx.contiguous().view(-1).numpy(), counts)
     return counts
 
 
@@ -80,15 +80,14 @@ def _choose(
 
 
 @compiled(nogil=True)
-def _count(ids: Any, expert_to_divided: Any, counts: Any) -> None:
-    for pair in range(len(ids)):
-        expert = ids[pair]
-        if 0 <= expert < len(expert_to_divided) and expert_to_divided[expert] >= 0:
-            counts[expert_to_divided[expert]] += 1
+def _count(ids: Any, counts: Any) -> None:
+    for expert in ids:
+        if 0 <= expert < len(counts):
+            counts[expert] += 1
 
 
 def warm_up_owner_choice(dtype: torch.dtype, tables: OwnerTables) -> None:
     """Compile both for a dtype of ids, or read them from the disk cache."""
     ids = torch.zeros(0, 1, dtype=dtype, device="cpu")
     choose_owners(ids, tables)
-    count_divided(ids, tables)
+    count_experts(ids, tables.num_experts)

@@ -19,11 +19,13 @@ def copy_segments(
     dst: torch.Tensor,
     dst_offset: torch.Tensor,
     num_bytes: torch.Tensor,
+    num_sms: int | None = None,
 ) -> None:
     """Copy ``src[src_offset[i]:][:num_bytes[i]]`` to ``dst[dst_offset[i]:][:num_bytes[i]]`` for every ``i``.
 
     Both memories are uint8, on the device or a peer's, and do not overlap. Offsets and sizes are in bytes, int64
-    (num_segments,) on the host. They are not checked: callers build them from plans or from checked ``Segments``.
+    (num_segments,) on the host. They are not checked: callers build them from plans or from checked ``Segments``. A
+    single segment is left to the driver, others take at most ``num_sms`` SMs, by default all.
     """
     if len(num_bytes) == 1:
         # The case of nearly all messages: it needs no table on the device.
@@ -37,7 +39,7 @@ def copy_segments(
     library = launcher.library
     # From pinned memory, which stays allocated until the stream has read it.
     table = pinned(torch.stack([src_offset, dst_offset, ends]), library.device).to(library.device, non_blocking=True)
-    max_grid = library.num_sms * COPY_BLOCKS_PER_SM
+    max_grid = launcher.sms(num_sms) * COPY_BLOCKS_PER_SM
     piece_bytes = copy_piece_bytes(total, max_grid)
     arguments = CopyArgs(src.data_ptr(), dst.data_ptr(), table.data_ptr(), len(ends), piece_bytes)
     grid = min(-(-total // piece_bytes), max_grid)

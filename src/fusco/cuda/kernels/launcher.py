@@ -113,11 +113,18 @@ class Launcher:
         return prepared
 
     def launch(
-        self, name: str, constants: Mapping[str, object], arguments: ctypes.Structure, *, grid: int, num_threads: int
+        self,
+        name: str,
+        constants: Mapping[str, object],
+        arguments: ctypes.Structure,
+        *,
+        grid: int,
+        num_threads: int,
+        shared_bytes: int = 0,
     ) -> None:
         """Launch a kernel that is not worth preparing; see ``prepare``."""
         kernel = self._find(name, constants, arguments, num_threads)
-        kernel.launch(arguments, self.stream, grid=grid, num_threads=num_threads)
+        kernel.launch(arguments, self.stream, grid=grid, num_threads=num_threads, shared_bytes=shared_bytes)
 
     def _find(
         self, name: str, constants: Mapping[str, object], arguments: ctypes.Structure, num_threads: int

@@ -34,6 +34,7 @@ inline int __ffs(u32 bits) { return __builtin_ffs(bits); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
 inline float __uint_as_float(u32 bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -84,6 +85,14 @@ inline u32 __reduce_or_sync(u32, u32 value) {
         return bits;
     });
 }
+inline u32 __reduce_max_sync(u32, u32 value) {
+    return simt::with_all_lanes(value, [](auto of_lane) {
+        u32 most = 0;
+        for (u32 lane = 0; lane < WARP_SIZE; ++lane) most = max(most, u32(of_lane(lane)));
+        return most;
+    });
+}
+inline u32 __reduce_min_sync(u32 lanes, u32 value) { return ~__reduce_max_sync(lanes, ~value); }
 inline i32 __reduce_add_sync(u32, i32 value) {
     return simt::with_all_lanes(value, [](auto of_lane) {
         i32 sum = 0;

@@ -18,11 +18,13 @@ enum State : u32 {
     NEXT_SEND,      // rows or partial sums, of this dispatch or combine, that warps have taken to send
     NEXT_RECEIVE,   // rows or tokens that warps have taken to scatter or sum once all has arrived
     BARRIER_EPOCH,  // node barriers done
+    COUNTS_EPOCH,   // exchanges of counts done
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
 enum Phase : u32 {
-    EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK, NODE_BARRIER
+    EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK, NODE_BARRIER,
+    SHARING_COUNTS
 };
 
 // Values of the host's abort word. After the last one, memory that the network should have written is undefined.
