@@ -143,12 +143,14 @@ def test_a_call_fails_as_soon_as_another_rank_shrinks(ranks):
 def test_only_ranks_that_shrink_go_on_without_one_that_fails(ranks):
     """Rank 2 dies while a process joins: all others raise, as some may have joined it, and the next call is shrink."""
     ranks.servers[2].close()
+    have_given_up = threading.Barrier(3)  # one that shrinks before would be what the others name
 
     def grows(rank):
         match = r"gave up in grow.*waiting for rank\(s\) 2"
         growing = Agreement(ranks.servers[rank], rank, ranks.members, LIMIT_S, "grow")
         with growing as agreement, pytest.raises(fusco.PeerFailureError, match=match):
             agreement.agree({0, 1, 2, 3}, is_planned=True)
+        have_given_up.wait(LIMIT_S)
         with ranks.agreement(rank) as agreement:
             return agreement.agree({0, 1, 2, 3} - agreement.silent({2}))
 
