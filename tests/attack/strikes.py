@@ -30,7 +30,6 @@ class Strikes:
 
     counts: Counter[Strike] = field(default_factory=Counter)
     late_s: dict[str, list[float]] = field(default_factory=lambda: {"SIGKILL": [], "SIGSTOP": []})
-
     slow: Counter[int] = field(default_factory=Counter)
 
     def __str__(self) -> str:
