@@ -8,7 +8,7 @@ from fusco.core.integers import check_integer
 from fusco.placement.batch import IntArray
 from fusco.placement.moves import MovePlan
 
-_NUM_STEPS, _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 8, 4 << 20, 64 << 20  # of a move as fast as possible
+_NUM_STEPS, _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 8, 8 << 20, 64 << 20  # of a move as fast as possible
 _GRANULE = 512  # bytes at whose multiples flows are cut: pages and GPUs copy aligned memory faster
 
 
@@ -74,7 +74,7 @@ def fast_step_bytes(plan: MovePlan) -> int:
     >>> from fusco.core.topology import Topology
     >>> from fusco.placement.moves import plan_moves
     >>> [fast_step_bytes(plan_moves([[0], [1]], [[1], [0]], size << 20, Topology((0, 1)))) >> 20 for size in (9, 80)]
-    [4, 10]
+    [8, 10]
     """
     if not plan.bound_bytes:
         return _MOST_STEP_BYTES
