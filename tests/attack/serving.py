@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from dataclasses import dataclass, field
@@ -86,6 +87,7 @@ class End:
 
 def serve(service: Service, rank: int, pipe: Connection, *, is_new: bool) -> None:
     """Serve as a rank; send ``Right``, then ``End``, or the error of the process."""
+    gc.freeze()  # looks at what is held are short then
     torch.set_num_threads(1)
     os.environ.update(service.environments[rank], FUSCO_RAILS=service.rails)
     if not service.is_on_cpu:

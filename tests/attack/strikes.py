@@ -25,10 +25,12 @@ class Strikes:
         counts: of equal ones.
         late_s: seconds from the last of some strikes until all others were right; if some were stops, beyond the limit
             of each. By name of the signal.
+        slow: times that a rank has named others that were slow, on a machine that has too much to do, by rank.
     """
 
     counts: Counter[Strike] = field(default_factory=Counter)
     late_s: dict[str, list[float]] = field(default_factory=lambda: {"SIGKILL": [], "SIGSTOP": []})
+    slow: Counter[int] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         parts = [f"{self.counts.total()} strikes"]
@@ -41,4 +43,6 @@ class Strikes:
             if late_s:
                 what = f"right after {name}" if name == "SIGKILL" else f"right after the limit of {name}"
                 parts.append(f"{what}: median {median(late_s):.2f} s, at most {max(late_s):.2f} s")
+        if self.slow.total():
+            parts.append(f"{self.slow.total()} errors named slow ranks instead, on a machine that had too much to do")
         return "; ".join(parts)

@@ -84,13 +84,8 @@ class MemberGather:
         """Wait for a condition; raises ``PeerFailureError`` after the limit, or if a member agrees again meanwhile."""
 
         def is_ready_or_over() -> bool:
-            if is_ready():
-                return True
-            for rank, theirs in self._renewed().items():
-                gone = [i for i, member in enumerate(self.members) if member not in theirs.members]
-                reason = f"rank {self.members[rank]} agrees on other members again: {theirs.members}"
-                self._raise(stall(), gone or (rank,), reason)
-            return False
+            self._require_view(stall)
+            return is_ready()
 
         if self._watcher:
             self._watcher.wait_until(is_ready_or_over, stall)
@@ -120,8 +115,7 @@ class MemberGather:
 
             def is_complete() -> bool:
                 delivery.advance(values)
-                # Once a member agrees again all others do, so none waits for this rank's value.
-                return len(values) == self.world_size and (not delivery.asking or bool(self._renewed()))
+                return len(values) == self.world_size and not delivery.asking
 
             self.wait_until(is_complete, stall)
         return [values[rank] for rank in range(self.world_size)]
@@ -145,11 +139,16 @@ class MemberGather:
         peers = {rank: self._members[number].address for rank, number in numbers if rank != self.rank}
         self.status_server.report_failure(peers, report, min(_REPORTING_S, self.timeout_s))
 
-    def _renewed(self) -> dict[int, View]:
-        """Return the views of members that agree again, by rank. As planned they do once through with this gather."""
-        views, newest = self.status_server.board.views, self.number
-        found = {rank: views.get(number) for rank, number in enumerate(self.members)}
-        return {rank: view for rank, view in found.items() if view and view.number > newest and not view.is_planned}
+    def _require_view(self, stall: Callable[[], Stall]) -> None:
+        """Raise if a member agrees again. One that does so as planned is through with this gather.
+
+        Also if all values have come: the generation is over, and what they say, such as addresses, may be so, too.
+        """
+        views = self.status_server.board.views
+        for rank, number in enumerate(self.members):
+            if (theirs := views.get(number)) and theirs.number > self.number and not theirs.is_planned:
+                gone = [i for i, member in enumerate(self.members) if member not in theirs.members]
+                self._raise(stall(), gone or (rank,), f"rank {number} agrees on other members again: {theirs.members}")
 
     def _raise(self, stall: Stall, ranks: Sequence[int], reason: str) -> NoReturn:
         numbers = tuple(self.members[rank] for rank in ranks)

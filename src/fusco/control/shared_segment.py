@@ -81,6 +81,9 @@ class SharedSegment:
                 f"cannot open a peer's shared memory at {path} ({error.strerror}); ranks of one node must run as one "
                 f"user and see each other's processes. If they are in different containers, set ranks_per_node=1"
             ) from error
+        if os.fstat(fd).st_size != address.num_bytes:
+            os.close(fd)
+            raise SharedMemoryError(f"cannot open a peer's shared memory at {path}: the peer has closed it")
         try:
             return cls(fd, address.num_bytes)
         except BaseException:
