@@ -199,9 +199,12 @@ def test_a_process_that_dies_while_it_joins_is_named_and_the_next_one_joins(tmp_
                 process.join()
         served = results(world, left)
         assert receiver.recv() == Served(ranks=everyone)
+    named = set()
     for each in served.values():
         assert (each.ranks, each.still_held) == (everyone, [])
-        assert 2 in {peer for failure in each.failures[1:] for peer in failure["peers"]}, each.failures
+        assert len(each.failures) > 1, each.failures
+        named |= {peer for failure in each.failures[1:] for peer in failure["peers"]}
+    assert 2 in named  # not by each: one that is late may learn it from another, which shrinks already
 
 
 def test_leaving_and_joining_again_and_again_holds_no_more():
