@@ -93,8 +93,6 @@ def test_the_engines_choice_follows_each_placement(has_shares, ranks_per_node, f
                 counts = np.stack([count_experts(ids[(r + seed) % NUM_RANKS], NUM_EXPERTS) for r in range(NUM_RANKS)])
                 bounds, on_device = tables.divide_rows(counts[:, tables.divided]), choice.divide(mine)
             pairs.append((choice.choose(mine, on_device), choose_on_cpu(mine, tables, bounds)))
-        valid = ids[0][(ids[0] >= 0) & (ids[0] < NUM_EXPERTS)]
-        assert choice.count_experts(ids[0]).tolist() == torch.bincount(valid, minlength=NUM_EXPERTS).tolist()
         return pairs
 
     for order in range(3):
