@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from fusco.api.validation import Validator
 from fusco.control.fingerprint import GROWTH, CollectiveFingerprint
 from fusco.core.config import Capacity
 from fusco.core.errors import ClosedError, GrowthError
-
-if TYPE_CHECKING:
-    from fusco.api.communicator import Communicator
 
 _Result = TypeVar("_Result")
 
@@ -124,21 +121,21 @@ class Growing(Membership):
             raise ValueError("there is no room for this dispatch, and no process group to make more with")
         return self._config, group
 
-    def _earlier_of(self, handle: Handle | None) -> Communicator | None:
+    def _earlier_of(self, handle: Handle | None) -> Membership | None:
         """Return the earlier size that a handle is of, or ``None``."""
         if self._earlier and isinstance(handle, Handle):
             for each in self._earlier:
                 if handle.plan.placement is each._validator.placement:  # noqa: SLF001  of this class
-                    return each  # type: ignore[return-value]
+                    return each
         return None
 
     def _validator_of(self, handle: Handle | None) -> Validator:
         return (self._earlier_of(handle) or self)._validator  # noqa: SLF001  of this class
 
-    def _in_turn(self, earlier: Communicator, verb: str, name: str, *arguments: Any) -> list[torch.Tensor]:
+    def _in_turn(self, earlier: Membership, verb: str, name: str, *arguments: Any) -> list[torch.Tensor]:
         """Call a method of an earlier size, after agreeing on it, and in order among the calls of the others."""
-        number = self._earlier.index(earlier)
-        self.agree(f"{verb} along a handle of {earlier.capacity.max_tokens_per_rank} tokens, size {number}")
+        number, room = self._earlier.index(earlier), earlier._validator.capacity  # noqa: SLF001  of this class
+        self.agree(f"{verb} along a handle of {room.max_tokens_per_rank} tokens, size {number}")
         self._along = earlier._session, self._session.sequence_number  # noqa: SLF001  of this class
         self._engine.wait()
         result: list[torch.Tensor] = getattr(earlier, name)(*arguments)

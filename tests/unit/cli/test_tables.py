@@ -123,7 +123,7 @@ def print_simulated(console):
     demand = Demand.of_matrix("zipf", np.full((4, 4), 122_239_000_123), topology)
     results = [simulate(cluster, demand, "fusco", call) for call in ("dispatch", "combine")]
     console.print(simulate_tables.table_of_results(results))
-    simulate_tables.print_gains(cluster, demand, results[0], "fluid", 10**9, console)
+    simulate_tables.print_gains(cluster, demand, results, "fluid", 10**9, console)
 
 
 def print_papers(console):
