@@ -374,6 +374,21 @@ def leave_and_rejoin(group: dist.ProcessGroup, setup: Setup, num_rounds: int, po
     return holdings
 
 
+def shrink_after_a_grow_that_failed(
+    group: dist.ProcessGroup, setup: Setup, fault: Fault
+) -> tuple[tuple[int, ...], tuple[int, ...], float]:
+    """Return the ranks that ``grow`` has named, those that are gone after ``shrink``, and its seconds."""
+    with setup.open(group) as comm:
+        comm.grow()
+        fault.plant(comm.rank)
+        try:
+            comm.grow()
+        except fusco.PeerFailureError as error:
+            raised_at = time.monotonic()
+            return error.peers, comm.shrink(), time.monotonic() - raised_at
+    raise AssertionError("nothing has failed")
+
+
 def demand_too_many(group: dist.ProcessGroup) -> bool:
     """Rank 2 dies; the others demand three ranks, then two."""
     settings = fusco.Settings(timeout_s=4.0)

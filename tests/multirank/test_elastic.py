@@ -18,6 +18,7 @@ from elastic_jobs import (
     move_to_new_owners,
     refuse_mistakes,
     serve,
+    shrink_after_a_grow_that_failed,
     shrink_amid_a_place,
     wait_until_all_work,
 )
@@ -116,6 +117,15 @@ def test_a_stopped_rank_is_left_out_and_learns_it(tmp_path):
     assert_right_soon(served, (0, 2, 3), fault.struck_at, within_s=TIMEOUT_S + 0.3 + SLACK_S)
     assert "go on without it" in out.excluded
     assert out.still_held == []
+
+
+def test_a_rank_that_stops_in_grow_is_not_waited_for_again_in_shrink(tmp_path):
+    fault = Fault(how=stop, victims=(1,), where=GATHERING, times=tmp_path)
+    with world_of(3) as world:
+        world.start(shrink_after_a_grow_that_failed, 3, setup_of(3), fault)
+        for named, gone, seconds in results(world, (0, 2)).values():
+            assert named == gone == (1,)
+            assert seconds < SLACK_S
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node", "leaving"), [(4, 4, (3,)), (4, 2, (0, 1)), (4, 1, (0,))])

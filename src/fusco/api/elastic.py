@@ -310,7 +310,7 @@ class Elastic(Growing):
         server = self._session.connections.status_server
         numbers = server.board.installed.members  # of the generation that has failed, which may be none of this object
         report = server.failure_report
-        named = {numbers[rank] for rank in report.peers} if report else set()
+        named = {*self._session.blamed, *(numbers[rank] for rank in (report.peers if report else ()))}
         return frozenset(named - {self.rank}), frozenset(numbers[rank] for rank in server.departures)
 
     def _go_on(self, config: CommunicatorConfig, change: Change, placement: ExpertPlacement | None = None) -> None:
@@ -322,7 +322,11 @@ class Elastic(Growing):
         num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
         release(session, self._engine, holds_status_server=True)
         session.end("its members were to change, and that failed; call shrink again, or close it")
-        parts, view = make_next(server, own, num_ranks, config, kept, change)
+        try:
+            parts, view = make_next(server, own, num_ranks, config, kept, change)
+        except PeerFailureError as error:
+            session.blamed = error.peers
+            raise
         server.is_held = False
         self._finalizer.detach()
         self._join(parts)

@@ -46,6 +46,7 @@ class Session:
         self.sequence_number, self._name = 0, ""
         self.has_published = False
         self.broken = ""
+        self.blamed: tuple[int, ...] = ()  # by the error that has ended the session, by number
         self._profile = CallProfile()
         self.timeline: HostTimeline | None = None  # while one is recorded
         self._begin_s = 0.0
@@ -148,6 +149,7 @@ class Session:
         """End the session because of an error; all other ranks are notified."""
         self.has_published = False
         if isinstance(error, PeerFailureError):
+            self.blamed = error.peers
             self.end(str(error))
             return
         with cleanup_after(error, "the other ranks could not be notified"):
