@@ -64,7 +64,7 @@ GPU_WORKERS ?= 3
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
-$(GPU_PARTS) bench-gpu bench-frameworks: export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
+$(GPU_PARTS) bench-gpu bench-frameworks: export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda

@@ -9,20 +9,22 @@ import pytest
 from elastic_jobs import (
     JoinRequest,
     Served,
-    demand_too_many,
-    find_lost_experts,
     join_and_serve,
     leave_and_rejoin,
     leave_on_purpose,
-    limit_one_call,
-    move_to_new_owners,
-    refuse_mistakes,
     serve,
-    shrink_after_a_grow_that_failed,
-    shrink_amid_a_place,
     wait_until_all_work,
 )
 from fault_jobs import Fault, die, no_op, stop
+from membership_jobs import (
+    demand_too_many,
+    find_lost_experts,
+    limit_one_call,
+    move_to_new_owners,
+    refuse_mistakes,
+    shrink_after_a_grow_that_failed,
+    shrink_amid_a_place,
+)
 from rank_setup import Setup
 
 import fusco

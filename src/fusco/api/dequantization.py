@@ -11,7 +11,10 @@ from fusco.core.quantization import Quantize, dequantize_rows
 
 
 class DequantizeRows(torch.autograd.Function):
-    """Rows that values and scales stand for; gradients go straight through to ``Dispatched.gradients``."""
+    """Rows (num_rows, hidden) of ``dtype`` that values and scales stand for, as ``dequantize_rows``.
+
+    Gradients go straight through to ``Dispatched.gradients``, of the same shape and dtype.
+    """
 
     @staticmethod
     def forward(
