@@ -180,7 +180,7 @@ class ElasticBuffer:
         DESTROYED.append(self.group.index)
 
     @with_parameters_of(elastic_buffer.ElasticBuffer.dispatch)
-    def dispatch(self, x, topk_idx, topk_weights, num_experts, do_expand, **_):
+    def dispatch(self, x, topk_idx, topk_weights, num_experts, do_cpu_sync, do_expand, **_):
         assert do_expand
         assert num_experts == NUM_EXPERTS
         assert len(x) <= self.num_max_tokens_per_rank
@@ -193,8 +193,12 @@ class ElasticBuffer:
                 rows.append(received.rows[row])
                 weights.append(received.weights[row, k])
                 origins.append(received.origins[row])
-        expanded = torch.stack(rows) if rows else x[:0]
-        return expanded, None, torch.tensor(weights), EPHandle(counts, origins, len(x)), None
+        expanded, of_rows = torch.stack(rows) if rows else x[:0], torch.tensor(weights)
+        if not do_cpu_sync:  # rows for all that could arrive, and no counts
+            counts, spare = [], NUM_RANKS * self.num_max_tokens_per_rank * topk_idx.shape[1] - len(rows)
+            expanded = torch.cat([expanded, x.new_full((spare, x.shape[1]), torch.nan)])
+            of_rows = torch.cat([of_rows, torch.full((spare,), torch.nan)])
+        return expanded, None, of_rows, EPHandle(counts, origins, len(x)), None
 
     @with_parameters_of(elastic_buffer.ElasticBuffer.combine)
     def combine(self, x, handle, **_):
@@ -224,7 +228,7 @@ def errors_of(variant: str, pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "one-rank", "one-expert"])
-@pytest.mark.parametrize("variant", ["deep_ep", "deep_ep_v2"])
+@pytest.mark.parametrize("variant", ["deep_ep", "deep_ep_v2", "deep_ep_v2-graph"])
 def test_rows_are_expert_major_and_sums_weighted_and_buffers_released(variant, pattern, deep_ep):
     DESTROYED.clear()
     assert errors_of(variant, pattern) == []

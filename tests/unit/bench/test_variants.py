@@ -28,7 +28,7 @@ def test_every_variant_has_an_entry():
 
 def test_deep_ep_is_measured_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "deep_ep" or None)
-    assert choose_variants("cuda", 1)[3:5] == PEERS == ("deep_ep", "deep_ep_v2")
+    assert choose_variants("cuda", 1)[3:6] == PEERS == ("deep_ep", "deep_ep_v2", "deep_ep_v2-graph")
     assert not set(PEERS) & set(choose_variants("cuda", 2))
 
 

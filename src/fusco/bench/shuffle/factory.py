@@ -172,11 +172,16 @@ def _deep_ep(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
     return _explicit(factory.keep("deep_ep", lambda: BufferShuffle(factory.group, num_experts, num_sms)), rank)
 
 
-def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
+def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = False) -> Shuffle:
     group, num_sms = factory.group, factory.run.num_sms
-    shuffle = factory.keep("deep_ep_v2", lambda: ElasticBufferShuffle(group, rank.workload, num_sms))
+    buffer = factory.keep("deep_ep_v2", lambda: ElasticBufferShuffle(group, rank.workload, num_sms))
     # A product with a weight is rounded before parts of a sum are.
-    return _explicit(shuffle, rank, num_roundings=_PARTS_OF_RANKS, is_ordered=False)
+    exact = _explicit(buffer, rank, num_roundings=_PARTS_OF_RANKS, is_ordered=False)
+    if not is_graph:
+        return exact
+    _, counts, _ = exact.dispatch()
+    arguments = (rank.x, rank.routing.topk_idx, rank.routing.topk_weights, counts)
+    return replace(exact, dispatch=lambda: buffer.dispatch(*arguments), is_graph=True)
 
 
 def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
@@ -207,6 +212,7 @@ MAKERS: dict[str, Callable[[ShuffleFactory, RankInput], Shuffle]] = {
     "baseline": _baseline,
     "deep_ep": _deep_ep,
     "deep_ep_v2": _deep_ep_v2,
+    "deep_ep_v2-graph": partial(_deep_ep_v2, is_graph=True),
     "no-engine": _no_engine,
     "no-planner": _no_planner,
     "no-lanes": partial(_fusco, balancer=WITHOUT_LANES),

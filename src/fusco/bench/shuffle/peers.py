@@ -99,19 +99,28 @@ class ElasticBufferShuffle(PeerShuffle):
         self._id_dtype = _id_dtype(deep_ep)
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        counts: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, Sequence[int], Any]:
-        """Return expert-major rows, the rows of each local expert, and a handle."""
+        """Return expert-major rows, the rows of each local expert, and a handle.
+
+        With ``counts``, those of an equal dispatch before, nothing waits for the host and a graph can capture it.
+        """
         rows, _, weights, handle, _ = self._buffer.dispatch(
             x,
             topk_idx=topk_idx.to(self._id_dtype),
             topk_weights=topk_weights,
             num_experts=self._num_experts,
             num_sms=self._num_sms,
-            do_cpu_sync=True,
+            do_cpu_sync=counts is None,
             do_expand=True,
         )
-        return rows, handle.num_recv_tokens_per_expert_list, (handle, weights)
+        counts = handle.num_recv_tokens_per_expert_list if counts is None else counts
+        num_rows = sum(counts)  # without a wait for the host there is room for as many as can arrive
+        return rows[:num_rows], counts, (handle, weights[:num_rows])
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         """Return token-major rows; products with weights and parts of a sum are rounded to the dtype of rows."""

@@ -19,6 +19,7 @@ VARIANTS = {
     "baseline": "all_to_all_single, index_select, and one pass that gathers and sums",
     "deep_ep": "DeepEP's Buffer (version 1), one index_select, one pass that gathers and sums",
     "deep_ep_v2": "DeepEP's ElasticBuffer (version 2), expanded, rows in order of arrival; one pass for weights",
+    "deep_ep_v2-graph": "the same without a wait for counts, in a CUDA graph",
     "no-engine": "fusco's plan and balancer, by isend and irecv, all_to_all_single and index_select",
     "no-planner": "a copy of a token for each rank that needs it, through fusco; copies are made untimed, summed timed",
     "no-lanes": "as fusco, every rank sends its rows itself, by the balancer send-and-receive",
@@ -29,7 +30,7 @@ WITHOUT_LANES = "send-and-receive"  # a balancer by which every rank sends its r
 # FUSCO section 5.4, Table 3: what is left without the engine, the planner, lanes, the balancer.
 ABLATION = ("no-engine", "no-planner", "no-lanes", "no-balancer")
 # Of a library that may be installed; what cannot be set up is left out.
-PEERS = ("deep_ep", "deep_ep_v2")
+PEERS = ("deep_ep", "deep_ep_v2", "deep_ep_v2-graph")
 # One copy of a token for each node that needs it, and no more.
 DEDUPLICATED = ("fusco", "fusco-static", "no-engine", "no-lanes", "no-balancer")
 
