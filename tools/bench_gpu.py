@@ -4,7 +4,8 @@
 PART.txt has its tables and PART.jsonl its records; summary.md has one line for each record. records.jsonl has all
 records behind a line on their origin, as files of docs/data do, and logs.txt all tables. FOLDER may have
 
-- ``peer``: DeepEP's wheel, which shuffles, prefills and decode steps then measure in the same processes;
+- ``peer``: DeepEP's wheel, which shuffles, prefills and decode steps then measure in the same processes, and that of
+  the NCCL that DeepEP 2 needs, which all parts then use;
 - ``wheels``: wheels that fusco needs and the environment lacks;
 - ``collectivex``: the folder experimental/CollectiveX of InferenceX, see ``collectivex.py``.
 

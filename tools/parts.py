@@ -134,9 +134,11 @@ def search_paths(*folders: Path, site: Path) -> dict[str, str]:
     """Return variables by which a part finds modules in folders, the wheels of ``site``, fusco, tools and libraries."""
     of_fusco = Path(fusco.__file__).parents[1]
     nvshmem = Path(torch.__file__).parents[1] / "nvidia" / "nvshmem" / "lib"  # DeepEP's library needs it
+    nccl = site / "peer" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"  # DeepEP 2 needs a newer one than PyTorch brings
     found = {
         "PYTHONPATH": (*folders, site / "wheels", of_fusco, ROOT / "tools", os.environ.get("PYTHONPATH")),
         "LD_LIBRARY_PATH": (nvshmem, os.environ.get("LD_LIBRARY_PATH")),
+        "LD_PRELOAD": (nccl if nccl.exists() else None, os.environ.get("LD_PRELOAD")),
     }
     return {name: os.pathsep.join(map(str, filter(None, each))) for name, each in found.items()}
 
