@@ -204,15 +204,13 @@ CELLS = {
 
 def gather(out: Path, outcomes: Mapping[str, Outcome], device: str) -> None:
     """Write all records into one file, behind a line on their origin, and all tables into another."""
-    found, is_cuda = hardware(device), device == "cuda"
-    machine = (
-        f"{torch.cuda.device_count()} {found['gpu']}" if is_cuda else f"{found['num_cores']} cores, {found['cpu']}"
-    )
+    found = hardware(device)
+    gpus = f"{torch.cuda.device_count()} {found['gpu']}, " if device == "cuda" else ""
     origin = {
         "source": "make bench-gpu",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit(),
-        "hardware": f"{machine}{found['num_cores']} cores of {found['cpu']}, torch {torch.__version__}",
+        "hardware": f"{gpus}{found['num_cores']} cores of {found['cpu']}, torch {torch.__version__}",
     }
     lines = [origin, *({"part": name, **each} for name in outcomes for each in read_records(out / f"{name}.jsonl"))]
     (out / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -92,9 +92,7 @@ class DecodeBench:
                 measured[name] = self._compare(exchange, calls[name], step, expected)
             on_step()
             of_all = {name: gather(self._group, of) for name, of in measured.items()}
-            verified = {
-                name: calls[name] for name, ranks in of_all.items() if not any(r.failures(job.dtype) for r in ranks)
-            }
+            verified = {name: calls[name] for name, ranks in of_all.items() if not any(r.failures(job) for r in ranks)}
             times = measure_in_turn(
                 verified,
                 lambda call: self._timer.host_times_ms(call)[0],

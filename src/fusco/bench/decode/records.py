@@ -24,9 +24,10 @@ class Measured:
     step_error: float  # the largest error of a token's last hidden states
     times_ms: Sequence[float] = ()  # of each timed step
 
-    def failures(self, dtype: str) -> list[str]:
+    def failures(self, job: DecodeJob) -> list[str]:
         """Describe what is beyond its limit; empty if nothing is."""
-        return errors_beyond(dtype, self.layer_error, self.step_error, "the hidden states of a step are")
+        what_ends = "the hidden states of a step are"
+        return errors_beyond(job.dtype, self.layer_error, self.step_error, what_ends, job.shape.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def summarize(
     job: DecodeJob, case: tuple[int, int], variant: str, of_ranks: Sequence[Measured], *, is_graph: bool
 ) -> DecodeRecord:
     """Return the record of one variant in a case; times are zero unless it is verified."""
-    errors = sorted({line for rank in of_ranks for line in rank.failures(job.dtype)})
+    errors = sorted({line for rank in of_ranks for line in rank.failures(job)})
     num_iterations = len(of_ranks[0].times_ms)
     slowest = [max(times) for times in zip(*(rank.times_ms for rank in of_ranks), strict=True)]
     typical = slowest_median([rank.times_ms for rank in of_ranks], 4) if num_iterations else 0.0
