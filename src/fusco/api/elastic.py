@@ -61,7 +61,7 @@ class Elastic(Growing):
 
         Experts that only absent ranks had are lost (``lost_experts``): their rows go nowhere, as if the id was -1,
         until ``place`` gives them another owner or ``grow`` brings their rank back. Handles of earlier dispatches are
-        invalid, tensors stay. On CUDA, delete graphs before, and capture them again.
+        invalid, tensors stay. CUDA graphs go on within a node, in the memory that they were captured with.
 
         Args:
             leaving: ranks that leave on purpose, the same on all ranks; all ranks call, these included, whose
@@ -77,6 +77,7 @@ class Elastic(Growing):
             ExcludedError: on a rank that others have left out; it can only close the communicator.
             PeerFailureError: if fewer than ``min_ranks`` are left. It can be called again.
             SharedMemoryError, MismatchError: as ``Communicator``, on all ranks.
+            ValueError: between nodes, as long as a CUDA graph lives that has captured calls.
             ClosedError: after ``close``.
         """
         with self._session.access.using("shrink"):
@@ -126,6 +127,7 @@ class Elastic(Growing):
 
         Raises:
             TransportError: on all ranks, if the store cannot be reached. The communicator stays usable.
+            ValueError: on all ranks, if a process asks to join and a CUDA graph lives that has captured calls.
             PeerFailureError: as in every collective, also if a process fails while it joins; then ``shrink`` goes on. A
                 process whose arguments do not fit is left out instead.
         """
@@ -152,14 +154,15 @@ class Elastic(Growing):
         """Change arguments of the communicator, such as ``max_tokens_per_rank``: a collective of the same ranks.
 
         Memory is made anew and the placement is the initial one if experts change; ranks that are absent stay so.
-        Handles of earlier dispatches and CUDA graphs are invalid, as after ``shrink``.
+        Handles of earlier dispatches are invalid, as after ``shrink``.
 
         Args:
             timeout_s: the limit of each wait; ``None`` means that of the settings.
             changes: arguments of ``Communicator``, but ``group``, the same on all ranks.
 
         Raises:
-            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            TypeError, ValueError: for this rank's bad arguments, or a CUDA graph that lives and has captured calls;
+                RejectedInputError: for another rank's.
             MismatchError, SharedMemoryError: on all ranks, as ``Communicator``; then ``shrink`` goes on as before.
             PeerFailureError: as in every collective; then ``shrink`` goes on, too.
         """
