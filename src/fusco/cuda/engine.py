@@ -308,7 +308,7 @@ class CudaEngine:
         self._order.wait()
 
     def synchronize(self) -> None:
-        if self._order.latest is None:
+        if self._order.latest is None and not self._captured:
             return
         done = self._order.mark()
         self._watchdog.wait_until(done.query, lambda: own_backlog("all launched work to complete"))
@@ -368,7 +368,10 @@ class CudaEngine:
         arena = self._arena
         if arena.has_failed:
             return stall_of(arena.failure, arena.node_ranks)
-        return next(filter(None, (each.stall(self._topology) for each in self._captured)), None)
+        for each in self._captured:
+            if stall := each.stall(self._topology):
+                return stall
+        return None
 
     def _run(self, tasks: Sequence[Task]) -> None:
         run_tasks(tasks, self._watchdog)

@@ -121,7 +121,6 @@ def engine_with(graphs: LiveGraphs, network: object = None):
     engine = engine_of(
         arena=Memory(),
         graphs=graphs,
-        captured=[],
         keeps_captured=False,
         network=network,
         shuffle=SimpleNamespace(pending_error=lambda: None),

@@ -66,7 +66,7 @@ def miss_the_combine(replays: Replays) -> None:
     replays._dispatch()
 
 
-@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("order", range(2))
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("missed", [miss_all, miss_the_combine], ids=lambda missed: missed.__name__)
 def test_ranks_that_are_left_get_what_a_new_communicator_would_give_them(
@@ -110,7 +110,7 @@ def test_ranks_that_are_left_get_what_a_new_communicator_would_give_them(
     assert not any(played[rank][1].has_failed for rank in left)
 
 
-@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("order", range(2))
 def test_nothing_is_written_to_a_rank_that_is_absent_and_its_counts_are_zero(order: int, folder):
     victim, repeated = 1, Repeated(folder, order, num_ranks=NUM_RANKS, timeout_s=2.0, patience=1000)
 
