@@ -162,7 +162,9 @@ __device__ __forceinline__ u32 wait_for_plan(const Comm& comm) {
 __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 epoch) {
     __shared__ i32 first_send;
     __shared__ i32 first_receive;
+    __shared__ u32 others;  // not in registers, of which there are too few
     const Comm& comm = args.comm;
+    if (threadIdx.x == 0) others = other_members(comm);
     const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
     const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
     const Beginning beginning(args.num_senders, num_sends, num_receives);
@@ -170,7 +172,6 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
     const bool has_arrived = has_network_arrived(comm, epoch);
     if (!__syncthreads_and(block_waits_for_memory(comm, epoch - 1, comm.state[COMBINE_EPOCH]) && has_arrived)) return false;
 
-    const u32 others = other_members(comm);
     const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * NUM_WARPS;
     // -1: none is taken. A warp never waits long for a row while there may be one to send, so there is no circular wait
     // between ranks.
