@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -159,3 +160,70 @@ def replay_until_death(group: dist.ProcessGroup, setup: Setup, victim: int) -> t
     began = time.monotonic()
     comm.close()
     return named, took_s, time.monotonic() - began
+
+
+def _replay_until_named(comm: fusco.Communicator, captured: Captured, victim: int) -> tuple[int, ...]:
+    """Replay until the victim, which kills itself, is named; return the named ranks."""
+    captured.replay()
+    comm.synchronize()  # so all ranks are here
+    if comm.rank == victim:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        captured.replay()
+        try:
+            comm.synchronize()
+        except fusco.PeerFailureError as error:
+            return error.peers
+    return ()
+
+
+def replay_without_the_dead(
+    group: dist.ProcessGroup, setup: Setup, victims: Sequence[int]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Shrink after each death and compare replays of a graph from before with exact calls.
+
+    Return the ranks that were named and that were gone each time, and the numbers of graphs that lived.
+    """
+    on_device = setup.open(group)
+    comm = on_device._comm  # type: ignore[attr-defined]
+    size = comm.topology.world_size
+    most = fusco.StaticRows(size * setup.max_tokens * setup.num_topk)
+    captured = Captured(comm, setup.case("balanced", 0, size, setup.num_topk), most)
+    gone, num_live = [], [comm._engine.num_live_graphs()]
+    for turn, victim in enumerate(victims):
+        gone += [_replay_until_named(comm, captured, victim), comm.shrink()]
+        for seed in range(8 * turn, 8 * turn + 4):
+            captured.fill(setup.case("skewed", seed, size, setup.num_topk))
+            replayed = captured.replay()
+            assert_equal(replayed, captured.run_exactly())
+            assert_equal(captured.replay(), captured.run_exactly())  # calls and replays take turns
+        comm.check()
+        num_live.append(comm._engine.num_live_graphs())
+    comm.synchronize()
+    del captured
+    num_live.append(comm._engine.num_live_graphs(are_deleted=True))
+    comm.close()
+    return gone, num_live
+
+
+def shrink_once_graphs_are_deleted(group: dist.ProcessGroup, setup: Setup, victim: int) -> tuple[int, ...]:
+    """Shrink between nodes, which a graph that lives prevents; return the ranks that are gone."""
+    on_device = setup.open(group)
+    comm = on_device._comm  # type: ignore[attr-defined]
+    size = comm.topology.world_size
+    captured = Captured(comm, setup.case("balanced", 0, size, setup.num_topk), fusco.StaticRows(size * 1000))
+    named = _replay_until_named(comm, captured, victim)
+    assert named == (victim,)
+    with pytest.raises(ValueError, match=r"shrink makes .* 1 CUDA graph.* delete them, call shrink again"):
+        comm.shrink()
+    del captured
+    gone: tuple[int, ...] = comm.shrink()
+    x, ids = torch.ones(4, HIDDEN, device="cuda"), torch.arange(4 * setup.num_topk, device="cuda").view(4, -1)
+    sent = comm.dispatch(x, ids % setup.num_experts)
+    sums = comm.combine(sent.rows, sent.handle)
+    is_lost = torch.tensor([expert in comm.lost_experts for expert in range(setup.num_experts)])
+    num_left = (~is_lost[(ids % setup.num_experts).cpu()]).sum(1)
+    assert torch.equal(sums.cpu(), num_left[:, None].float().expand(sums.shape))
+    comm.close()
+    return gone

@@ -14,6 +14,7 @@ from fault_jobs import Fault
 from rank_setup import Setup
 
 import fusco
+from fusco.control.joining import JoinStore
 
 
 def find_lost_experts(group: dist.ProcessGroup) -> bool:
@@ -110,6 +111,33 @@ def refuse_mistakes(group: dist.ProcessGroup) -> bool:
     comm.close()
     with pytest.raises(fusco.ClosedError):
         comm.shrink()
+    return True
+
+
+def refuse_while_graphs_live(group: dist.ProcessGroup, port: int) -> bool:
+    """Nothing changes what a CUDA graph uses that lives; a process that asks to join waits meanwhile."""
+    sizes = {"num_experts": 4, "num_topk": 1, "max_tokens_per_rank": 1, "max_bytes_per_token": 8, "ranks_per_node": 2}
+    comm = fusco.Communicator(group, **sizes, settings=fusco.Settings(timeout_s=4.0))
+    engine, store = comm._engine, dist.TCPStore("127.0.0.1", port, is_master=False)
+    engine.num_live_graphs = lambda **_: 2
+    refused = r"{0} makes the memory .* 2 CUDA graph\(s\) .* delete them, call {0} again, and capture these calls again"
+    with pytest.raises(ValueError, match=refused.format("shrink")):
+        comm.shrink([3])
+    with pytest.raises(ValueError, match=refused.format("resize")):
+        comm.resize(max_tokens_per_rank=2)
+    assert comm.grow(store) == ()
+    if comm.rank == 3:
+        JoinStore(store, "communicator", 4.0).new_number()
+    comm.agree("a process has asked")
+    with pytest.raises(ValueError, match=refused.format("grow")):
+        comm.grow(store)
+    del engine.num_live_graphs
+    comm.shrink([3])
+    if comm.rank == 3:
+        return comm.is_broken
+    assert comm.grow(store) == ()  # that process has ended
+    assert comm.dispatch(torch.ones(1, 1), torch.tensor([[comm.rank]])).rows.tolist() == [[1.0]]
+    comm.close()
     return True
 
 

@@ -22,6 +22,7 @@ from membership_jobs import (
     limit_one_call,
     move_to_new_owners,
     refuse_mistakes,
+    refuse_while_graphs_live,
     shrink_after_a_grow_that_failed,
     shrink_amid_a_place,
 )
@@ -159,6 +160,12 @@ def test_too_few_that_are_left_raise_and_may_try_again():
 
 def test_mistakes_change_nothing(world):
     assert world.run(refuse_mistakes, 4) == [True] * 4
+
+
+def test_members_change_once_graphs_are_deleted():
+    with world_of(4) as world:
+        world.start(refuse_while_graphs_live, 4, world.store.port)
+        assert list(results(world, range(4)).values()) == [True] * 4
 
 
 @pytest.mark.parametrize("by_argument", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -157,11 +157,12 @@ class CommunicatorParts:
 class Kept:
     """What a communicator keeps when its members change: the placement of all ranks, absent ones too, and its thread.
 
-    ``access`` is ``None`` for a rank that joins.
+    ``access`` is ``None`` for a rank that joins; ``captured`` is what CUDA graphs read that go on.
     """
 
     placement: ExpertPlacement
     access: Access | None
+    captured: Sequence[Any] = ()
 
 
 def check_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -290,7 +291,8 @@ def _create(
     num_rails = len(configured_rails())
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None
     engine_config = EngineConfig(topology, validator.capacity, config.settings, rank_links)
-    parts = connect_parts(store_gather, engine_config, peer_info, validator, kept.access if kept else access)
+    access, captured = (kept.access, kept.captured) if kept else (access, ())
+    parts = connect_parts(store_gather, engine_config, peer_info, validator, access, captured)
     _log_start(validator, engine_config)
     store = store_gather.groups_store if isinstance(store_gather, StoreGather) else None
     return replace(parts, config=config, store=store)
@@ -356,6 +358,7 @@ def connect_parts(
     peer_info: PeerInfo,
     validator: Validator,
     access: Access | None = None,
+    captured: Sequence[Any] = (),
 ) -> CommunicatorParts:
     """Connect to all other ranks and make the engine; after a failure everything is closed again.
 
@@ -380,7 +383,9 @@ def connect_parts(
             connections = connect(store_gather, SegmentSizes.of_control(config.topology), peer_info, SPIN_S)
             resources.callback(connections.close)
             resources.push(report)
-            engine = CudaEngine(connections, config, validator.placement, library, num_experts=num_experts)
+            engine = CudaEngine(
+                connections, config, validator.placement, library, num_experts=num_experts, captured=captured
+            )
         else:
             warm_up(config)
             connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)

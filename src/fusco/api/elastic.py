@@ -61,7 +61,7 @@ class Elastic(Growing):
 
         Experts that only absent ranks had are lost (``lost_experts``): their rows go nowhere, as if the id was -1,
         until ``place`` gives them another owner or ``grow`` brings their rank back. Handles of earlier dispatches are
-        invalid, tensors stay. On CUDA, delete graphs before, and capture them again.
+        invalid, tensors stay. CUDA graphs go on within a node, in the memory that they were captured with.
 
         Args:
             leaving: ranks that leave on purpose, the same on all ranks; all ranks call, these included, whose
@@ -77,12 +77,15 @@ class Elastic(Growing):
             ExcludedError: on a rank that others have left out; it can only close the communicator.
             PeerFailureError: if fewer than ``min_ranks`` are left. It can be called again.
             SharedMemoryError, MismatchError: as ``Communicator``, on all ranks.
+            ValueError: between nodes, as long as a CUDA graph lives that has captured calls.
             ClosedError: after ``close``.
         """
         with self._session.access.using("shrink"):
             config, limit_s = self._require_elastic("shrink"), self._limit_of(timeout_s)
             check_integer("min_ranks", min_ranks, least=1)
             leavers = self._checked_leavers(leaving)
+            if self.topology.num_nodes > 1:
+                self._require_deleted_graphs("shrink")
             if leavers and self._have_agreed_to_leave(leavers):
                 self._end()
                 return leavers
@@ -124,6 +127,7 @@ class Elastic(Growing):
 
         Raises:
             TransportError: on all ranks, if the store cannot be reached. The communicator stays usable.
+            ValueError: on all ranks, if a process asks to join and a CUDA graph lives that has captured calls.
             PeerFailureError: as in every collective, also if a process fails while it joins; then ``shrink`` goes on. A
                 process whose arguments do not fit is left out instead.
         """
@@ -135,7 +139,7 @@ class Elastic(Growing):
                 self._engine.synchronize()
                 found = self._joiners(store or self._store, name, limit_s)
             if "error" in found:
-                raise TransportError(found["error"])
+                raise (ValueError if found["is_refused"] else TransportError)(found["error"])
             joiners = members_of(found["joiners"])
             if not joiners:
                 return ()
@@ -150,20 +154,22 @@ class Elastic(Growing):
         """Change arguments of the communicator, such as ``max_tokens_per_rank``: a collective of the same ranks.
 
         Memory is made anew and the placement is the initial one if experts change; ranks that are absent stay so.
-        Handles of earlier dispatches and CUDA graphs are invalid, as after ``shrink``.
+        Handles of earlier dispatches are invalid, as after ``shrink``.
 
         Args:
             timeout_s: the limit of each wait; ``None`` means that of the settings.
             changes: arguments of ``Communicator``, but ``group``, the same on all ranks.
 
         Raises:
-            TypeError, ValueError: for this rank's bad arguments; RejectedInputError: for another rank's.
+            TypeError, ValueError: for this rank's bad arguments, or a CUDA graph that lives and has captured calls;
+                RejectedInputError: for another rank's.
             MismatchError, SharedMemoryError: on all ranks, as ``Communicator``; then ``shrink`` goes on as before.
             PeerFailureError: as in every collective; then ``shrink`` goes on, too.
         """
         with self._session.access.using("resize"):
             config, limit_s = self._require_elastic("resize").with_fixed_sizes(), self._limit_of(timeout_s)
             with self.rejecting():
+                self._require_deleted_graphs("resize")
                 changed = replace(config, **changes)
                 validator = changed.validator(self.rank, self._validator.num_ranks)
             self._agree(CollectiveFingerprint("resize", {name: str(value) for name, value in changes.items()}))
@@ -236,8 +242,8 @@ class Elastic(Growing):
         if self.rank == self.ranks[0]:
             try:
                 found = {"joiners": members_as_text(self._invited(store, name, limit_s))}
-            except TransportError as error:
-                found = {"error": str(error)}
+            except (TransportError, ValueError) as error:
+                found = {"error": str(error), "is_refused": isinstance(error, ValueError)}
         view = server.board.installed
         with Agreement(server, self.rank, members, limit_s, "grow") as agreement:
             gather = MemberGather(server, agreement, view, self.rank, members, self._validator.num_ranks, limit_s)
@@ -248,6 +254,8 @@ class Elastic(Growing):
         if store is None:
             raise TransportError("this rank knows no store; pass one to grow")
         joins, connections = JoinStore(store, name, limit_s / 2), self._session.connections
+        if self._engine.num_live_graphs() and joins.within_limit(joins.num_new_requests):
+            self._require_deleted_graphs("grow")
         num_ranks = self._validator.num_ranks
         free = [rank for rank in range(num_ranks) if rank not in self.ranks]
 
@@ -272,6 +280,15 @@ class Elastic(Growing):
         if self._config is None:
             raise ValueError(f"{verb} needs a communicator that was made by its constructor")
         return self._config
+
+    def _require_deleted_graphs(self, verb: str) -> None:
+        """Raise if CUDA graphs live that cannot go on."""
+        sizes = (*self._earlier, self)
+        if num_graphs := sum(each._engine.num_live_graphs(are_deleted=True) for each in sizes):  # noqa: SLF001
+            raise ValueError(
+                f"{verb} makes the memory and the connections anew that {num_graphs} CUDA graph(s) with calls of this "
+                f"communicator use: delete them, call {verb} again, and capture these calls again"
+            )
 
     def _limit_of(self, timeout_s: float | None) -> float:
         assert self._config is not None
@@ -316,9 +333,13 @@ class Elastic(Growing):
     def _go_on(self, config: CommunicatorConfig, change: Change, placement: ExpertPlacement | None = None) -> None:
         """Agree on the members of the next generation, connect, and replace this rank's parts; placement, too."""
         session, num_lost, config = self._session, self.num_lost_rows, config.with_fixed_sizes()
+        owners = [*self._owners.former, *(each._owners for each in (*self._earlier, self))]  # noqa: SLF001
+        self._former_owners = [each for each in owners if each.are_captured]
+        captured = [calls for each in (*self._earlier, self) for calls in each._engine.keep_captured()]  # noqa: SLF001
         for each in self._earlier:
             each._end()  # noqa: SLF001  their handles become invalid
-        kept = Kept(placement=placement or self._owners.placement_of_all, access=session.access)
+        placement = placement or self._owners.placement_of_all
+        kept = Kept(placement=placement, access=session.access, captured=captured)
         num_ranks, own, server = self._validator.num_ranks, self.rank, session.connections.status_server
         release(session, self._engine, holds_status_server=True)
         session.end("its members were to change, and that failed; call shrink again, or close it")

@@ -50,6 +50,7 @@ class Membership:
     _along: tuple[Session, int] | None = None  # the latest call along their handles, and its number in the latest size
 
     _limits: tuple[ExitStack, float] | None = None  # of the innermost ``limit``
+    _former_owners: Sequence[Owners] = ()  # see ``Owners.former``
 
     def _join(self, parts: CommunicatorParts) -> None:
         self._session, self._engine, self._validator = parts.session, parts.engine, parts.validator
@@ -60,7 +61,7 @@ class Membership:
         self._is_closed, self._earlier, self._along = False, (), None
         self._hooks: list[ProfileHook] = getattr(self, "_hooks", [])
         self._session.hooks = self._hooks
-        self._owners = Owners(parts.session, parts.engine, parts.validator)
+        self._owners = Owners(parts.session, parts.engine, parts.validator, self._former_owners)
         num_experts, device = parts.validator.num_experts, parts.validator.device
         name = f"a communicator of rank {self.rank} (num_experts={num_experts}, device {device})"
         # It does not refer to this object, which it would keep alive.

@@ -47,10 +47,13 @@ class Owners:
         placement: the present placement.
         placement_of_all: the same with the experts of ranks that are absent.
         batch: chooses the owners of a planned batch, for the next dispatch.
+        former: those of earlier members, whose tables CUDA graphs read that live.
     """
 
-    def __init__(self, session: Session, engine: Engine[Any], validator: Validator) -> None:
-        self._session, self._engine, self._validator = session, engine, validator
+    def __init__(
+        self, session: Session, engine: Engine[Any], validator: Validator, former: Sequence[Owners] = ()
+    ) -> None:
+        self._session, self._engine, self._validator, self.former = session, engine, validator, former
         self.placement = validator.caller_placement or validator.placement
         self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
@@ -67,6 +70,11 @@ class Owners:
     def num_lost_rows(self) -> int:
         """Pairs of a token and an expert that is lost, in the dispatches of this rank; on CUDA waits for the device."""
         return int(self._num_lost)
+
+    @property
+    def are_captured(self) -> bool:
+        """True while CUDA graphs live that have captured calls."""
+        return self._engine.num_live_graphs() > 0
 
     @property
     def are_chosen(self) -> bool:
@@ -87,16 +95,10 @@ class Owners:
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.device == self._validator.device
         if not is_tensor or topk_idx.dtype not in INDEX_DTYPES or self._session.broken or self._choice is None:
             return topk_idx
-        found = self._without_lost(topk_idx.detach())
+        found = topk_idx.detach()
+        if self._lost is not None and not self._validator.is_capturing:  # memory that a replay may outlive
+            self._num_lost = self._num_lost + self._lost[found.clamp(-1, self.placement.num_experts) + 1].sum()
         return planned(found) if planned else self._choice.choose(found, bounds)
-
-    def _without_lost(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """Return the ids with -1 for experts that are lost, and count these; invalid ids stay."""
-        if self._lost is None:
-            return topk_idx
-        is_lost = self._lost[topk_idx.clamp(-1, self.placement.num_experts) + 1]
-        self._num_lost = self._num_lost + is_lost.sum()
-        return topk_idx.masked_fill(is_lost, -1)
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
@@ -192,6 +194,8 @@ class Owners:
         if self._choice is None:
             self._choice = self._engine.owner_choice()
         self._choice.place(tables)
+        for each in self.former:
+            each._follow(placement)  # noqa: SLF001  of this class
         self.placement, self._tables = placement, tables
         if placement.lost_experts:
             is_lost = torch.zeros(placement.num_experts + 2, dtype=torch.bool, device="cpu")
@@ -201,6 +205,11 @@ class Owners:
             self._lost = None
         fields: Fields = {"placement": placement.digest, "divided_experts": len(tables.divided)}
         self._known = KnownCall(CollectiveFingerprint("dispatch", fields))
+
+    def _follow(self, placement: ExpertPlacement) -> None:
+        """Let replays of what was captured follow a placement of later members, where they choose owners."""
+        if self._choice is not None and placement.has_places:
+            self._choice.place(self._tables_of(placement))
 
     def _divide(self, topk_idx: torch.Tensor) -> Int32Array | torch.Tensor:
         """Exchange the counts of experts that have shares, and return this rank's bounds."""

@@ -89,6 +89,10 @@ class JoinStore:
         self._store.add("seen", asked - seen)
         return list(range(seen + 1, asked + 1))
 
+    def num_new_requests(self) -> int:
+        """Return how many processes have asked since the last call of ``new_requests``."""
+        return int(self._store.add("asked", 0)) - int(self._store.add("seen", 0))
+
 
 def invite(
     joins: JoinStore, free_ranks: list[int], invitation_of: Callable[[int], Invitation], own: Member

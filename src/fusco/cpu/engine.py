@@ -135,8 +135,7 @@ class CpuEngine:
         return CpuQuantizer()
 
     def pending_error(self) -> Exception | None:
-        """Errors are never deferred."""
-        return None
+        return None  # errors are never deferred
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[CpuPlan]]:
         forwarding = select_tokens(request.routing.topk_idx, request.placement, self._topology)
@@ -344,6 +343,12 @@ class CpuEngine:
 
     def has_finished(self) -> bool:
         return True
+
+    def num_live_graphs(self, *, are_deleted: bool = False) -> int:  # noqa: ARG002
+        return 0
+
+    def keep_captured(self) -> tuple[()]:
+        return ()
 
     def close(self) -> None:
         self._resources.close()

@@ -29,6 +29,7 @@ from fusco.cuda.all_to_all import Arrival, ByteMemory, MessageRounds, SegmentMem
 from fusco.cuda.between_nodes.network import Network
 from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.byte_streams import DeviceSegmentChannels
+from fusco.cuda.captured_calls import CapturedCalls, LiveGraphs
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.gpu import Gpu
@@ -100,10 +101,12 @@ class CudaEngine:
         gpu: Gpu | None = None,
         *,
         num_experts: int | None = None,
+        captured: Sequence[CapturedCalls] = (),
     ) -> None:
         """Map the arenas of this node's ranks, and connect to other nodes over NCCL.
 
         ``placement`` is of physical experts, and ``num_experts`` what a caller may name; by default the same.
+        ``captured`` is from ``keep_captured`` of the engines of earlier members.
         ``library`` is from ``open_library``; ``gpu`` replaces its device. The caller owns the connections and closes
         them after this engine. Their memory holds only records and flags of byte streams, never rows.
         """
@@ -114,14 +117,15 @@ class CudaEngine:
         self._links = replace(CUDA_LINKS, lane_links=lane_links(config.rank_links))
         self._ending_s = _ENDING * config.settings.timeout_s
         self._drain: Drain | None = None
+        self._graphs, self._captured, self._keeps_captured = LiveGraphs(gpu), list[CapturedCalls](), False
         self._network: Network | None = None
         with ExitStack() as resources, gpu.entered():
             device_layout = DeviceLayout.of(config)
             count_bytes = shared_count_bytes(device_layout.num_ranks, placement.num_experts)
             memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"] + count_bytes, gpu)
             self._arena = Arena(device_layout, memory, store_gather, gpu)
-            self._peer_watch = PeerWatch(self._watchdog, self._arena.abort)
-            self._order = StreamOrder(gpu, self._peer_watch.start)
+            self._peer_watch = PeerWatch(self._watchdog, self.abort)
+            self._order = StreamOrder(gpu, self._note_capture)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog, num_experts)
             if self._topology.num_nodes > 1:
@@ -130,8 +134,13 @@ class CudaEngine:
             resources.callback(self._peer_watch.close)
             self._shuffle = self._make_shuffle(connections.transport.descriptors)
             self._watchdog.watch_device(self._device_stall)
+            for each in captured:
+                each.go_on_among(self._topology)
             gpu.synchronize()  # the first verb may run on any stream
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
+            self._captured += captured
+            if captured:
+                self._peer_watch.start()
             self._resources = resources.pop_all()
 
     def _connect_nodes(self, store_gather: Gather, timeout_s: float) -> Network:
@@ -163,7 +172,28 @@ class CudaEngine:
         return CudaQuantizer(self._context, self._order)
 
     def pending_error(self) -> Exception | None:
-        return self._shuffle.pending_error()
+        error = self._shuffle.pending_error()
+        for each in self._captured:
+            error = error or each.pending_error()
+        return error
+
+    def _note_capture(self) -> None:
+        self._peer_watch.start()
+        self._graphs.note()
+
+    def num_live_graphs(self, *, are_deleted: bool = False) -> int:
+        each_graphs = (self._graphs, *(each.graphs for each in self._captured))
+        return sum(graphs.count_soon() if are_deleted else graphs.count for graphs in each_graphs)
+
+    def keep_captured(self) -> list[CapturedCalls]:
+        self._keeps_captured = True
+        for each in self._captured:
+            if not each.graphs.count:
+                each.arena.close()
+        self._captured = [each for each in self._captured if each.graphs.count]
+        if self._graphs.count and not self._network and all(each.arena is not self._arena for each in self._captured):
+            self._captured.append(CapturedCalls(self._arena, self._graphs, self._shuffle.pending_error))
+        return list(self._captured)
 
     def prepare_dispatch(self, request: DispatchRequest, call: Call) -> Pending[DispatchOutput[DevicePlan]]:
         """Wait, between nodes, on the host for the counts of rows, and validate expert ids."""
@@ -278,7 +308,7 @@ class CudaEngine:
         self._order.wait()
 
     def synchronize(self) -> None:
-        if self._order.latest is None:
+        if self._order.latest is None and not self._captured:
             return
         done = self._order.mark()
         self._watchdog.wait_until(done.query, lambda: own_backlog("all launched work to complete"))
@@ -299,17 +329,23 @@ class CudaEngine:
         self._context.timeline = timeline
 
     def abort(self) -> None:
-        self._arena.abort()
+        for arena in (self._arena, *(each.arena for each in self._captured)):
+            arena.abort()
 
     def close(self) -> None:
         self._resources.close()
+        while self._captured and not self._keeps_captured:
+            self._captured.pop().arena.close()
+        self._keeps_captured = False  # called again, if members have not changed after all
 
     def _release_memory(self) -> None:
         if self._has_work_ended():
-            self._arena.close()
+            if all(each.arena is not self._arena for each in self._captured):
+                self._arena.close()
             self._gpu.collect_garbage()
             return
-        leak(self)  # the device may still use it
+        leak((self, self._captured))  # the device may still use it
+        self._captured = []
         warnings.warn(
             f"work that a communicator launched on {self._device} has not completed within {self._ending_s:.1f} s: "
             f"kernels of another library have not finished, or the device has failed. The communicator's memory is not "
@@ -330,7 +366,12 @@ class CudaEngine:
         if self._network and self._network.nccl_watchdog.stall:
             return self._network.nccl_watchdog.stall
         arena = self._arena
-        return stall_of(arena.failure, arena.node_ranks) if arena.has_failed else None
+        if arena.has_failed:
+            return stall_of(arena.failure, arena.node_ranks)
+        for each in self._captured:
+            if stall := each.stall(self._topology):
+                return stall
+        return None
 
     def _run(self, tasks: Sequence[Task]) -> None:
         run_tasks(tasks, self._watchdog)

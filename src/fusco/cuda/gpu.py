@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
+from fusco.control.machine_calls import libc_address
 from fusco.control.member_gather import Gather
 from fusco.core.errors import SharedMemoryError, Stall, TransportError
 from fusco.cuda.between_nodes.nccl import NcclTransport
@@ -58,6 +59,25 @@ class Gpu:
         result, _ = driver.cuThreadExchangeStreamCaptureMode(thread_local)
         if int(result):
             raise TransportError(f"a thread for {self.device} could not set its stream capture mode: {result.name}")
+
+    def post_after_graph(self, semaphore: int) -> None:
+        """Post a semaphore of the C library, at an address, after the graph that captures the current stream is gone.
+
+        That is when it and all that was instantiated of it are deleted, and no replay is under way. The driver posts it
+        in a thread of its own. ``TransportError`` if it cannot.
+        """
+        from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
+
+        stream, post = driver.CUstream(torch.cuda.current_stream().cuda_stream), libc_address("sem_post")
+        result, _, _, graph, *_ = driver.cuStreamGetCaptureInfo(stream)
+        if not int(result):
+            flags = int(driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)
+            result, user_object = driver.cuUserObjectCreate(semaphore, driver.CUhostFn(post), 1, flags)
+        if not int(result):
+            flags = int(driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE)
+            (result,) = driver.cuGraphRetainUserObject(graph, user_object, 1, flags)
+        if int(result):
+            raise TransportError(f"the end of a CUDA graph on {self.device} could not be watched: {result.name}")
 
     def collect_garbage(self) -> None:
         """Free memory of peers that is reachable from cycles only, such as those of an error's traceback.

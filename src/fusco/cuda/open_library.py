@@ -47,7 +47,7 @@ def open_library(
 def _check_room_to_choose(num_places: int, num_experts: int) -> None:
     """Raise ``ValueError``, the same on all ranks, if a block of ``choose_owners`` cannot count all divided experts."""
     num_divided = max_divided(num_experts, num_places)
-    if num_divided > _MAX_DIVIDED:
+    if num_divided > _MAX_DIVIDED and num_places > num_experts:  # else only if others are lost
         raise ValueError(
             f"{num_places} places for {num_experts} experts may put {num_divided} of them into several, but device "
             f"'cuda' takes at most {_MAX_DIVIDED}; have fewer spare places"

@@ -379,6 +379,12 @@ class Engine(Protocol[PlanT]):
     def record(self, timeline: Timeline | NoTimeline) -> None:
         """Record later calls in a timeline."""
 
+    def num_live_graphs(self, *, are_deleted: bool = False) -> int:
+        """Return how many CUDA graphs have captured calls and live; ``are_deleted`` waits a second for none to."""
+
+    def keep_captured(self) -> Sequence[Any]:
+        """Return what such graphs read, for the engine of the members that are left; ``close`` then leaves it alone."""
+
     def abort(self) -> None:
         """End all device-side waits soon: this rank will not continue."""
 

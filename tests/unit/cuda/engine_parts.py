@@ -10,5 +10,5 @@ from fusco.cuda.engine import CudaEngine
 def engine_of(**parts: Any) -> CudaEngine:
     """Return an engine with these attributes, without leading underscore, and no others; functions replace methods."""
     engine = object.__new__(CudaEngine)
-    engine.__dict__.update({f"_{name}": part for name, part in parts.items()})
+    engine.__dict__.update({f"_{name}": part for name, part in {"captured": [], **parts}.items()})
     return engine

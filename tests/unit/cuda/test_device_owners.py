@@ -71,3 +71,29 @@ def test_the_dispatch_after_a_plan_follows_it_and_the_next_one_does_not(topology
         bounds = tables.divide_rows(counts[:, tables.divided], quotas_of(expected, tables))
         assert planned.tolist() == choose_on_cpu(IDS[rank], tables, bounds).tolist()
         assert usual.tolist() == choose_on_cpu(IDS[rank], OwnerTables.of(placement, rank, topology)).tolist()
+
+
+def test_more_experts_may_have_several_owners_if_others_are_lost():
+    placement = ExpertPlacement.replicated([[0, 1, 2], [0, 1, 2]], num_experts=6, may_lose=True)
+    expected = choose_owners(IDS, placement.rank_to_experts, None, [0, 0])
+
+    def program(comm, _other, _library):
+        return owners_of(comm, placement).choose(IDS[comm.rank])
+
+    for rank, chosen in Node().run(program).items():
+        assert chosen.tolist() == expected[rank].masked_fill(IDS[rank] == 3, -1).tolist()
+
+
+def test_what_was_captured_chooses_owners_that_are_left():
+    placement = ExpertPlacement.replicated(EXPERTS)
+
+    def program(comm, _other, _library):
+        former = owners_of(comm, placement)
+        before = former.choose(IDS[comm.rank])
+        left = replace(former._validator, caller_placement=placement.without_ranks([1]))
+        Owners(comm._session, comm._engine, left, [former])
+        return before, former.choose(IDS[comm.rank])
+
+    for rank, (before, after) in Node().run(program).items():
+        assert before.tolist() == choose_owners(IDS, EXPERTS, None, [0, 0])[rank].tolist()
+        assert after.tolist() == IDS[rank].masked_fill(IDS[rank] == 3, -1).tolist()  # rank 0 has the others

@@ -101,6 +101,9 @@ class NullGpu(Gpu):
     def enter_thread(self) -> None:
         """Do nothing."""
 
+    def post_after_graph(self, semaphore: int) -> None:
+        """Do nothing: no graph ends."""
+
     def collect_garbage(self) -> None:
         """Do nothing: nobody captures."""
 

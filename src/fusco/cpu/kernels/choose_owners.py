@@ -76,7 +76,7 @@ def _choose(
                     owner += 1
             else:
                 owner = first + (i + rank) % (expert_to_first[expert + 1] - first)
-        chosen[pair] = owners[owner]
+        chosen[pair] = owners[owner] if owner < expert_to_first[expert + 1] else -1  # none of an expert that is lost
 
 
 @compiled(nogil=True)

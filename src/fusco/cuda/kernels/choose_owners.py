@@ -93,8 +93,8 @@ class DeviceOwnerTables:
 
 
 def max_divided(num_experts: int, num_physical: int) -> int:
-    """Return how many experts may have several owners."""
-    return max(0, min(num_experts, num_physical - num_experts))
+    """Return how many experts may have several owners, as others may be lost."""
+    return min(num_experts, num_physical // 2)
 
 
 def choose_owners(

@@ -18,6 +18,7 @@ from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.memory.plan_report import PlanReport
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
+_ABSENT_RANKS = 12  # of State
 _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 
@@ -64,7 +65,7 @@ class Arena:
         self.failure, failure_address = self._in_host_memory(Failure)
         self._failure_words = Flags(self._pinned[-1])
         self.report, self.report_address = self._in_host_memory(Report)
-        self.report.bad.src = self.report.bad_static.src = -1  # none
+        self._clear_report()
         self.plan_report = PlanReport(Flags(self._pinned[-1]))
         self._abort, abort_address = self._in_host_memory(_Abort)
         sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
@@ -104,6 +105,24 @@ class Arena:
     def abort_after_network(self) -> None:
         """End every wait on this device soon, and let kernels poison what depends on the network, which has failed."""
         self._abort.value = _NETWORK_HAS_FAILED
+
+    def begin_again(self, absent: int) -> None:
+        """Clear flags, epochs and reports, for the ranks of the node that are left; bit r of ``absent``: r is gone.
+
+        All that are left call it after all of their work is complete, and launch nothing until all have called it and
+        their devices have cleared what this launches.
+        """
+        at = self.layout.offsets
+        self.memory[: at["ids"]].zero_()
+        self.memory[at["end"] :].zero_()  # counts and their flags
+        self._state.zero_()
+        self._state[_ABSENT_RANKS] = ctypes.c_int32(absent).value
+        for each in (self.failure, self.report, self._abort):
+            ctypes.memset(ctypes.addressof(each), 0, ctypes.sizeof(each))
+        self._clear_report()
+
+    def _clear_report(self) -> None:
+        self.report.bad.src = self.report.bad_static.src = -1  # none
 
     @property
     def has_failed(self) -> bool:

@@ -33,8 +33,9 @@ def alone(folder, program) -> Any:
 
 
 def tables_of(seed: int, *, has_shares: bool, topology: Topology = TOPOLOGY) -> list[OwnerTables]:
+    """Tables of all ranks, or as the last one or two are absent, which had experts that are lost."""
     given = random_places(NUM_RANKS, NUM_PLACES, NUM_EXPERTS, has_shares=has_shares, seed=seed)
-    placement = ExpertPlacement.replicated(*given, num_experts=NUM_EXPERTS)
+    placement = ExpertPlacement.replicated(*given, num_experts=NUM_EXPERTS).without_ranks(range(4 - seed % 3, 4))
     return [OwnerTables.of(placement, rank, topology) for rank in range(NUM_RANKS)]
 
 
@@ -68,6 +69,9 @@ def test_the_kernel_chooses_as_the_cpu_does_also_after_other_tables(num_tokens, 
         seen = alone(folder, program)
         assert seen.dtype == dtype
         assert torch.equal(seen, choose_on_cpu(ids[1], tables, bounds))
+        lost = torch.from_numpy(np.flatnonzero(np.diff(tables.expert_to_first) == 0))
+        assert seed < 2 or len(lost)
+        assert (seen[torch.isin(ids[1], lost)] == -1).all()
 
 
 @pytest.mark.parametrize("ranks_per_node", [NUM_RANKS, 2])

@@ -55,14 +55,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) choose_owners(const __
         __syncthreads();
         i64 physical = id;
         if (is_expert(args, id)) {
-            const i32 first = args.expert_to_first[id];
+            const i32 first = args.expert_to_first[id], num_owners = args.expert_to_first[id + 1] - first;
             i32 owner = 0;
             if (index >= 0) {
                 i32 number = shared[index];
                 for (u32 before = 0; before < threadIdx.x; ++before) number += divided[before] == index;
-                owner = owner_of(args, first, args.expert_to_first[id + 1] - first, number);
+                owner = owner_of(args, first, num_owners, number);
             }
-            physical = args.owners[first + owner];
+            physical = num_owners ? args.owners[first + owner] : -1;  // none of an expert that is lost
         } else if (id >= args.num_experts && id < args.num_physical) {
             physical = id + UNPLACED;  // no expert, and no physical one either
         }

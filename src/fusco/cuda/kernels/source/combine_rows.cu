@@ -208,6 +208,7 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
     beginning.take_all(comm, first_send, first_sum);
     if (!block_waits_for_memory(comm, comm.state[ROWS_EPOCH], epoch - 1)) return false;
 
+    const u32 others = other_members(comm);
     const i32 warp = threadIdx.x / WARP_SIZE, num_warps = gridDim.x * NUM_WARPS;
     // -1: none is taken. A warp never waits long for sums while there may be one to send, so there is no circular wait between
     // ranks.
@@ -226,8 +227,9 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
             next = !sends_first ? -1 : beginning.has_more_sends ? take(comm, NEXT_SEND, num_sends) : num_sends;
             const Item item = item_of(comm, send, max(1, NUM_RANKS - 1), args.parts, num_warps);
             const i32 row = args.first_row[item.rank] + item.token;
-            if (row < args.first_row[item.rank + 1]) terms = terms_of(args, row);
-            if (row >= args.first_row[item.rank + 1] || !terms.is_any) {
+            const bool is_row = has_rank(others, item.rank) && row < args.first_row[item.rank + 1];
+            if (is_row) terms = terms_of(args, row);
+            if (!is_row || !terms.is_any) {
                 send = for_all_lanes(next);
                 continue;
             }
@@ -245,7 +247,7 @@ __device__ __forceinline__ bool send_and_sum(const CombineArgs& args, u32 epoch)
             u32 peers = 0;
             if (sum < num_sums) {
                 terms = terms_of(args, args.first_row[comm.rank] + token);
-                peers = args.token_to_ranks[token] & ~(1u << comm.rank);
+                peers = args.token_to_ranks[token] & others;
                 const u32 src = lane_index() % NUM_RANKS;
                 const bool has_flag = lane_index() < NUM_RANKS && (peers >> src & 1);
                 const u32* const awaited = sum_flag(comm, comm.rank, src, token, args.parts == 1 ? 0 : part);

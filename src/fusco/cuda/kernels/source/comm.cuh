@@ -19,6 +19,7 @@ enum State : u32 {
     NEXT_RECEIVE,   // rows or tokens that warps have taken to scatter or sum once all has arrived
     BARRIER_EPOCH,  // node barriers done
     COUNTS_EPOCH,   // exchanges of counts done
+    ABSENT_RANKS,   // bit r: rank r is gone: nothing is awaited from it, or written there; the host writes it between launches
 };
 
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
@@ -61,6 +62,10 @@ struct Comm {
 template <typename T> __device__ __forceinline__ T* section(const Comm& comm, int rank, u64 offset) {
     return reinterpret_cast<T*>(comm.arena[rank] + offset);
 }
+
+// The other ranks of the node that take part: bit r. Kernels of graphs that were captured before a rank was lost go on by it.
+__device__ __forceinline__ u32 other_members(const Comm& comm) { return ~(comm.state[ABSENT_RANKS] | 1u << comm.rank); }
+__device__ __forceinline__ bool has_rank(u32 ranks, u32 rank) { return ranks >> rank & 1; }
 
 __device__ __forceinline__ bool is_broken(const Comm& comm) {
     return *reinterpret_cast<volatile u32*>(comm.state + IS_BROKEN) != 0;
@@ -136,11 +141,12 @@ constexpr u32 SHORT_PAUSE = 40, LONG_PAUSE = 500;  // ns
 constexpr u32 MAX_EPOCH_LEAD = 16;
 __device__ __forceinline__ bool has_reached(u32 seen, u32 epoch) { return seen - epoch < MAX_EPOCH_LEAD; }
 
-// Wait until a flag reaches `epoch`; false on timeout or abort. The acquire load at the end is cheaper than a fence, which
-// would wait for this SM's stores. The first load acquires, too: most flags are set before they are looked for.
+// Wait until a flag of `peer` reaches `epoch`, unless that rank is absent; false on timeout or abort. The acquire load at the
+// end is cheaper than a fence, which would wait for this SM's stores. The first load acquires, too: most flags are set before
+// they are looked for.
 __device__ __forceinline__ bool wait_for_epoch(
     const Comm& comm, const u32* flag, u32 epoch, Phase phase, u32 peer, u32 pause = SHORT_PAUSE) {
-    if (has_reached(load_acquire_system(flag), epoch)) return true;
+    if (has_reached(load_acquire_system(flag), epoch) || has_rank(comm.state[ABSENT_RANKS], peer)) return true;
     SpinTimeout timeout;
     for (u32 seen; !has_reached(seen = load_relaxed_system(flag), epoch);) {
         __nanosleep(pause);
@@ -164,10 +170,11 @@ __device__ __forceinline__ bool block_waits_for_memory(const Comm& comm, u32 row
     return __syncthreads_and(is_ready);
 }
 
-// Set this rank's flag on every rank.
+// Set this rank's flag on every rank that takes part.
 __device__ __forceinline__ void signal_peers(const Comm& comm, u64 flags, u32 epoch, u32 thread, u32 num_threads) {
     for (u32 peer = thread; peer < NUM_RANKS; peer += num_threads)
-        store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
+        if (!has_rank(comm.state[ABSENT_RANKS], peer))
+            store_release_system(section<u32>(comm, peer, flags) + comm.rank, epoch);
 }
 
 // What a block is told at the end of its kernel: other blocks still run, or it is the last one. Then all threads of all

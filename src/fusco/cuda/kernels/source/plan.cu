@@ -125,7 +125,7 @@ __device__ __forceinline__ Chunks chunks_of_block(i32 num_chunks, u32& turn) {
 
 // Push this block's chunks of routing, mostly one or two, and announce them to all ranks of the node. A source without rows
 // has one chunk, too.
-__device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
+__device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch, u32 absent) {
     const Comm& comm = args.comm;
     u32 turn = 0;
     for (u32 i = 0; i < NUM_NODES; ++i) {
@@ -141,6 +141,7 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
 #pragma unroll
             for (u32 step = 1; step <= NUM_RANKS; ++step) {
                 const u32 dst = (comm.rank + step) % NUM_RANKS;
+                if (has_rank(absent, dst)) continue;
                 section<i32>(comm, dst, comm.ids)[base + pair] = static_cast<i32>(id);
                 if (WEIGHT_BYTES) *pooled_weight(comm, dst, base, pair) = weight;
             }
@@ -152,8 +153,9 @@ __device__ void push_routing(const PlanArgs& args, u32 parity, u32 epoch) {
         const i32 src = args.published[i];
         const Chunks chunks = chunks_of_block(num_chunks_of(args, src), turn);
         for (i32 flag = chunks.first * NUM_RANKS + threadIdx.x; flag < chunks.end * NUM_RANKS; flag += NUM_THREADS)
-            store_release_system(section<u32>(comm, flag % NUM_RANKS, comm.routing_ready) + src * max_routing_chunks(comm) +
-                                     flag / NUM_RANKS, epoch);
+            if (!has_rank(absent, flag % NUM_RANKS))
+                store_release_system(section<u32>(comm, flag % NUM_RANKS, comm.routing_ready) +
+                                         src * max_routing_chunks(comm) + flag / NUM_RANKS, epoch);
     }
 }
 
@@ -250,13 +252,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     const i32 end_row = min(num_rows, static_cast<i32>(blockIdx.x + 1) * rows_per_block);
     if (args.ticket && blockIdx.x == 0 && threadIdx.x == 0)
         *reinterpret_cast<volatile u32*>(&args.report->begun) = static_cast<u32>(args.ticket);
-    const u32 epoch = comm.state[PLAN_EPOCH] + 1;
+    const u32 epoch = comm.state[PLAN_EPOCH] + 1, absent = comm.state[ABSENT_RANKS];
     if (!__syncthreads_and(!is_broken(comm))) return forget_rows(args, first_row, end_row);
 
     // Step 1: push routing. The pool is double-buffered: a rank that begins plan n has seen all others begin n - 1, so none
     // of them still reads the routing of plan n - 2.
     const u32 parity = epoch % 2;
-    push_routing(args, parity, epoch);
+    push_routing(args, parity, epoch, absent);
     for (i32 i = threadIdx.x; i < NUM_WARPS * num_experts; i += NUM_THREADS) warp_counts[i] = 0;
     mark_ranks(args, num_pairs_of(args, args.published[0]) / NUM_TOPK, args.token_to_ranks, [&](i32 pair) -> i64 {
         return ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx[0])[pair]
@@ -274,13 +276,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan(const __grid_cons
     struct PooledPair {
         u64 base;  // of the source's pairs
         i32 pair;  // among them
+        bool is_here;  // the rank that publishes them takes part; else they have no expert
     };
     auto pooled_pair_of = [&](i32 pair) -> PooledPair {
         const RowPlace place = place_of(args, pair / NUM_TOPK);
-        return {pooled_index(comm, parity, place.src), place.token * NUM_TOPK + pair % NUM_TOPK};
+        return {pooled_index(comm, parity, place.src), place.token * NUM_TOPK + pair % NUM_TOPK,
+                !has_rank(absent, args.publishers[place.src])};
     };
     auto pooled_id_of = [&](const PooledPair& place) -> i32 {
-        return *reinterpret_cast<const volatile i32*>(pooled_ids + place.base + place.pair);
+        return place.is_here ? *reinterpret_cast<const volatile i32*>(pooled_ids + place.base + place.pair) : -1;
     };
     auto local_expert_of = [&](i32 id) -> i32 {
         return id >= 0 && id < args.num_experts ? args.expert_to_local[id] : -1;

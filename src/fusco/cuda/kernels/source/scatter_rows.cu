@@ -110,24 +110,24 @@ __device__ __forceinline__ void copy_payloads(const ScatterArgs& args, i32 src, 
     }
 }
 
-__device__ __forceinline__ Targets targets_of(const ScatterArgs& args, i32 src, i32 token) {
+__device__ __forceinline__ Targets targets_of(const ScatterArgs& args, i32 src, i32 token, u32 others) {
     const i32* const slots = args.row_to_slots + static_cast<i64>(args.first_row[src] + token) * NUM_TOPK;
     Targets targets = {};
     targets.slot = lane_index() < NUM_TOPK ? slots[lane_index()] : -1;
     targets.filled = __ballot_sync(ALL_LANES, targets.slot >= 0);
-    if (src == args.comm.rank) targets.peers = args.token_to_ranks[token] & ~(1u << args.comm.rank);
+    if (src == args.comm.rank) targets.peers = args.token_to_ranks[token] & others;
     return targets;
 }
 
 // Peers that want a row, by this rank's routing: the plan marks the same.
-__device__ __forceinline__ u32 peers_that_want(const ScatterArgs& args, i32 token) {
+__device__ __forceinline__ u32 peers_that_want(const ScatterArgs& args, i32 token, u32 others) {
     const i64 pair = static_cast<i64>(token) * NUM_TOPK + lane_index();
     i64 id = -1;
     if (lane_index() < NUM_TOPK)
         id = args.id_bytes == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
                                 : reinterpret_cast<const i32*>(args.topk_idx)[pair];
     const i32 rank = id >= 0 && id < args.num_experts ? args.expert_to_rank[id] : -1;
-    return __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0) & ~(1u << args.comm.rank);
+    return __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0) & others;
 }
 
 // Experts' blocks are padded to the alignment; padding is zero. What is behind that, in blocks of a fixed size, is not written.
@@ -162,7 +162,9 @@ __device__ __forceinline__ u32 wait_for_plan(const Comm& comm) {
 __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 epoch) {
     __shared__ i32 first_send;
     __shared__ i32 first_receive;
+    __shared__ u32 others;  // not in registers, of which there are too few
     const Comm& comm = args.comm;
+    if (threadIdx.x == 0) others = other_members(comm);
     const i32 num_sends = (args.first_row[comm.rank + 1] - args.first_row[comm.rank]) * args.parts;
     const i32 num_receives = args.longest * (NUM_RANKS - 1) * args.parts;
     const Beginning beginning(args.num_senders, num_sends, num_receives);
@@ -186,9 +188,9 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
             if (!IS_EARLY || is_planned) {
                 if (!sends_first) next = -1;
                 else if (beginning.has_more_sends) next = take(comm, NEXT_SEND, num_sends);
-                targets = targets_of(args, comm.rank, token);
+                targets = targets_of(args, comm.rank, token, others);
                 if (is_pushed) targets.peers = 0;
-            } else if (NUM_RANKS > 1) targets.peers = peers_that_want(args, token);
+            } else if (NUM_RANKS > 1) targets.peers = peers_that_want(args, token, others);
             if (targets.filled | targets.peers) {
                 copy_payloads<true>(args, comm.rank, token, part, targets);
                 __syncwarp();
@@ -210,7 +212,8 @@ __device__ __forceinline__ bool send_and_receive(const ScatterArgs& args, u32 ep
         if (is_here) {
             const auto [token, src, part] = item_of(comm, receive, max(1, NUM_RANKS - 1), args.parts, num_warps);
             Targets targets = {};
-            if (token < args.first_row[src + 1] - args.first_row[src]) targets = targets_of(args, src, token);
+            if (has_rank(others, src) && token < args.first_row[src + 1] - args.first_row[src])
+                targets = targets_of(args, src, token, others);
             if (targets.filled) {
                 const Arrival arrival = warp_looks_for(comm, row_flag(comm, comm.rank, src, token, part), epoch,
                                                        RECEIVING_ROWS, src, lane_index() == 0, may_send ? MAX_LOOKS : 0);

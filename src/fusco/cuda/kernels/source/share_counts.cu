@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) share_counts(const __g
     extern __shared__ i32 shared[];  // [expert]
     const Comm& comm = args.comm;
     const i32 num_experts = args.num_experts;
-    const u32 epoch = comm.state[COUNTS_EPOCH] + 1;
+    const u32 epoch = comm.state[COUNTS_EPOCH] + 1, absent = comm.state[ABSENT_RANKS];
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) shared[expert] = 0;
     __syncthreads();  // all threads have read the epoch
     for (i64 pair = threadIdx.x; pair < args.num_pairs; pair += NUM_THREADS) {
@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) share_counts(const __g
     const u64 first = static_cast<u64>(epoch % 2) * NUM_RANKS * num_experts;
     for (i32 i = threadIdx.x; i < num_experts * NUM_RANKS; i += NUM_THREADS) {
         const i32 peer = (comm.rank + 1 + i / num_experts) % NUM_RANKS, expert = i % num_experts;
-        section<i32>(comm, peer, args.arrived)[first + comm.rank * num_experts + expert] = shared[expert];
+        if (!has_rank(absent, peer))
+            section<i32>(comm, peer, args.arrived)[first + comm.rank * num_experts + expert] = shared[expert];
     }
     __syncthreads();
     bool is_ready = !is_broken(comm);
@@ -49,6 +50,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) share_counts(const __g
     const Vector<4>* const arrived = section<Vector<4>>(comm, comm.rank, args.arrived) + first;
     for (i32 i = threadIdx.x; i < num_experts * NUM_RANKS; i += NUM_THREADS)
         args.counts[static_cast<i64>(args.ranks[i / num_experts]) * num_experts + i % num_experts] =
-            is_ready ? static_cast<i32>(load_shared_row(arrived + i).words[0]) : 0;
+            is_ready && !has_rank(absent, i / num_experts) ? static_cast<i32>(load_shared_row(arrived + i).words[0]) : 0;
     if (threadIdx.x == 0) comm.state[COUNTS_EPOCH] = epoch;
 }
