@@ -122,7 +122,7 @@ def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
         mock.patch.object(adapter, "get_current_vllm_config", return_value=config),
     ):
         for backend in ("allgather_reducescatter", "deepep_low_latency"):
-            parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend)
+            parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend, sp_size=1)
             moe = SimpleNamespace(moe_parallel_config=parallel, num_experts=NUM_EXPERTS, max_num_tokens=MAX_TOKENS)
             way = fp8.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
             made[type(way).__name__] = [way, way]
