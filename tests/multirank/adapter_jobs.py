@@ -23,6 +23,7 @@ from frozen_frameworks import (
     sglang_per_token_group_quant_fp8,
 )
 
+from comparison import largest_error
 from fusco import MismatchError, Quantize
 from fusco.core.quantization import dequantize_rows
 from fusco.integrations import plugins
@@ -89,7 +90,7 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
                 made = sglang_per_token_group_quant_fp8(x, block, 1e-10, is_ue8m0, is_ue8m0, is_ue8m0)
                 x = dequantize_rows(*made, kind, torch.float32)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
-            errors.append(float((out - dense(x, ids, weights)).abs().max()) if num_tokens else 0.0)
+            errors.append(largest_error(out, dense(x, ids, weights)))
         texts = []
         x, ids, weights = layer_input(rank, num_experts, MAX_DECODE_TOKENS + 1, width)
         large = SimpleNamespace(topk_ids=ids, topk_weights=weights)
@@ -135,7 +136,7 @@ def sglang_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
             experts = placed[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL].tolist()
             y = _experts_in_blocks(sent, experts, Quantize(), is_static=not is_extend)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
-            largest = max(largest, float((out - dense(x, ids, weights)).abs().max()))
+            largest = max(largest, largest_error(out, dense(x, ids, weights)))
         dispatcher._rows.comms.abort()
     return largest
 
@@ -195,7 +196,7 @@ def veomni_layer(group: dist.ProcessGroup) -> list[float]:
                 if r == rank:
                     pairs = [(out[0], expected), (x.grad, dense_x.grad), (weights.grad, dense_w.grad)]
             pairs += [(module.gate_up_proj.grad, all_up.grad[mine]), (module.down_proj.grad, all_down.grad[mine])]
-            errors += [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+            errors += [largest_error(one, other) / float(other.abs().max()) for one, other in pairs]
         with pytest.raises(ValueError, match="quack"):
             moe.apply_veomni_fused_moe_patch("quack")
     return errors
@@ -220,7 +221,7 @@ def torchtitan_layers(group: dist.ProcessGroup) -> tuple[list[float], int, list[
             rows, counts, metadata = layer.dispatch(x[:, :width].contiguous(), weights, ids, torch.empty(0))
             blocks = rows.split(counts.tolist())
             y = torch.cat([expert(block, rank * NUM_LOCAL + i) for i, block in enumerate(blocks)])
-            return float((layer.combine(y, metadata, x) - expected[:, :width]).abs().max())
+            return largest_error(layer.combine(y, metadata, x), expected[:, :width])
 
         errors = [run(layers[0], HIDDEN), run(layers[1], HIDDEN), run(layers[1], HIDDEN // 2)]
         (shared,) = {each._dispatcher for each in layers}

@@ -25,6 +25,7 @@ from frozen_vllm import (
     vllms_own_choice,
 )
 
+from comparison import largest_error
 from fusco import Quantize
 from fusco.core.quantization import dequantize_rows
 from fusco.integrations import plugins
@@ -165,8 +166,8 @@ def vllm_layers(group: dist.ProcessGroup, backend: str, placement: str) -> dict[
                     forward_context.state.tokens = tokens
                     x, ids, weights = layer_input(rank, num_experts, tokens[rank])
                     out = kernel.apply(x, weights, ids, num_experts, expert_map)
-                    error = (out - expected_sums(x, ids, weights, sent_as)).abs()
-                    errors[name] = max(errors[name], float(error.max()) if len(x) else 0.0)
+                    error = largest_error(out, expected_sums(x, ids, weights, sent_as))
+                    errors[name] = max(errors[name], error)
         kernel.prepare_finalize._rows.comms.abort()
     return errors
 
@@ -202,7 +203,7 @@ def vllm_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
             replicas = [np.flatnonzero(placed == expert) for expert in range(num_logical)]
             physical = [[-1 if each < 0 else random.choice(replicas[each]) for each in row] for row in ids.tolist()]
             out = kernel.apply(x, weights, torch.tensor(physical), num_physical, expert_map)
-            largest = max(largest, float((out - expected_sums(x, ids, weights, config)).abs().max()))
+            largest = max(largest, largest_error(out, expected_sums(x, ids, weights, config)))
         kernel.prepare_finalize._rows.comms.abort()
     return largest
 
@@ -231,8 +232,7 @@ def vllm_micro_batches(group: dist.ProcessGroup, backend: str) -> float:
             outs = run_micro_batches([lambda: layers(0), lambda: layers(1)])
             for out, (x, ids, weights) in zip(outs, inputs, strict=True):
                 first = expected_sums(x, ids, weights, config)
-                error = (out - expected_sums(first, ids, weights, config)).abs()
-                largest = max(largest, float(error.max()))
+                largest = max(largest, largest_error(out, expected_sums(first, ids, weights, config)))
         kernels[0].prepare_finalize._rows.comms.abort()
     return largest
 
