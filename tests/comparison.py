@@ -29,6 +29,12 @@ def assert_within(seen: torch.Tensor, expected: torch.Tensor, bound: torch.Tenso
         raise AssertionError(f"{what}: rows {rows} of {len(seen)} are off by up to {excess:.3g} times the bound")
 
 
+def largest_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of two elements; infinity if one is NaN, which ``max`` of floats passes over."""
+    errors = (seen.detach().cpu().double() - expected.detach().cpu().double()).abs()
+    return float(errors.max().nan_to_num(nan=torch.inf)) if errors.numel() else 0.0
+
+
 def world_rows(law: Law, hidden: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Expert-major rows of every rank, as experts might return them. Padding is NaN: combine must not read it."""
     world = []

@@ -23,7 +23,9 @@ from frozen_frameworks import (
     sglang_per_token_group_quant_fp8,
 )
 
-from fusco import MismatchError
+from comparison import largest_error
+from fusco import MismatchError, Quantize
+from fusco.core.quantization import dequantize_rows
 from fusco.integrations import plugins
 
 NUM_LOCAL, NUM_TOPK, HIDDEN = 3, 2, 64
@@ -59,7 +61,11 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
     num_experts, width = NUM_LOCAL * group.size(), 2 * HIDDEN  # 128, a block of FP8 values
     with frozen(group), mock.patch.dict(os.environ, {"SGLANG_PLUGINS": "fusco"}):
         from sglang.srt.layers import dp_attention
+        from sglang.srt.layers.moe import utils
 
+        utils.scale_format.ue8m0 = is_ue8m0 = getattr(quant_method, "is_ue8m0", False)
+        block = 32 if getattr(quant_method, "use_mxfp8", False) else 128
+        kind = Quantize(block=block, scale="ue8m0" if is_ue8m0 else "float32", layout="tma" if is_ue8m0 else "row")
         plugins.load_into_sglang()
         ((_, hook),) = HookRegistry.hooks["sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"]
         config = SimpleNamespace(num_experts=num_experts)
@@ -76,18 +82,19 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
             assert sent.use_masked_gemm is not is_extend
             assert sent.total_expanded == (0 if is_extend else len(sent.hidden_states))
             experts = [rank * NUM_LOCAL + local for local in range(NUM_LOCAL)]
-            y = _experts_in_blocks(sent, experts, is_static=not is_extend)
-            if sent.hidden_states_scale is not None:
-                values, scales = sglang_per_token_group_quant_fp8(x, 128)
-                x = values.float() * scales.repeat_interleave(128, 1)
+            assert sent.activation_scale_block_size == block
+            y = _experts_in_blocks(sent, experts, kind, is_static=not is_extend)
+            if (arrived := sent.hidden_states_scale) is not None:
+                if is_ue8m0 and len(arrived):
+                    assert arrived.stride() == (1, -(-len(arrived) // 4) * 4)
+                made = sglang_per_token_group_quant_fp8(x, block, 1e-10, is_ue8m0, is_ue8m0, is_ue8m0)
+                x = dequantize_rows(*made, kind, torch.float32)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
-            errors.append(float((out - dense(x, ids, weights)).abs().max()) if num_tokens else 0.0)
+            errors.append(largest_error(out, dense(x, ids, weights)))
         texts = []
-        mxfp8 = SimpleNamespace(use_mxfp8=True)
         x, ids, weights = layer_input(rank, num_experts, MAX_DECODE_TOKENS + 1, width)
         large = SimpleNamespace(topk_ids=ids, topk_weights=weights)
         for call in (
-            lambda: hook(lambda *_: None, config, mxfp8),
             lambda: dispatcher.combine(DeepEPv2CombineInput(y, None)),
             lambda: dispatcher.combine(DeepEPv2CombineInput(y, None, format=CombineInputFormat.STANDARD)),
             lambda: dispatcher.dispatch(x, large),
@@ -96,7 +103,7 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
                 call()
             except (ValueError, NotImplementedError) as error:
                 texts.append(str(error))
-        assert len(texts) == 4, texts
+        assert len(texts) == 3, texts
         dispatcher._rows.comms.abort()
     with frozen(group, "none"):
         from fusco.integrations.sglang import make_dispatcher
@@ -127,20 +134,20 @@ def sglang_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
             topk = SimpleNamespace(topk_ids=torch.tensor(physical), topk_weights=weights)
             sent = dispatcher.dispatch(hidden_states=x, topk_output=topk)
             experts = placed[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL].tolist()
-            y = _experts_in_blocks(sent, experts, is_static=not is_extend)
+            y = _experts_in_blocks(sent, experts, Quantize(), is_static=not is_extend)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
-            largest = max(largest, float((out - dense(x, ids, weights)).abs().max()))
+            largest = max(largest, largest_error(out, dense(x, ids, weights)))
         dispatcher._rows.comms.abort()
     return largest
 
 
-def _experts_in_blocks(sent: Any, experts: list[int], *, is_static: bool) -> torch.Tensor:
+def _experts_in_blocks(sent: Any, experts: list[int], kind: Quantize, *, is_static: bool) -> torch.Tensor:
     """Weighted results of rows in blocks of 128, those behind the last block undefined."""
     rows, ends = sent.hidden_states, sent.psum_num_recv_tokens_per_expert.tolist()
     assert sent.topk_weights.shape == (len(rows),)
     wide = rows.float()
     if sent.hidden_states_scale is not None:
-        wide = wide * sent.hidden_states_scale.repeat_interleave(128, 1)
+        wide = dequantize_rows(rows, sent.hidden_states_scale, kind, torch.float32)
     y, first = torch.full(rows.shape, float("nan")), 0
     for local, end in enumerate(ends):
         y[first:end] = expert(wide[first:end], experts[local])
@@ -189,7 +196,7 @@ def veomni_layer(group: dist.ProcessGroup) -> list[float]:
                 if r == rank:
                     pairs = [(out[0], expected), (x.grad, dense_x.grad), (weights.grad, dense_w.grad)]
             pairs += [(module.gate_up_proj.grad, all_up.grad[mine]), (module.down_proj.grad, all_down.grad[mine])]
-            errors += [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
+            errors += [largest_error(one, other) / float(other.abs().max()) for one, other in pairs]
         with pytest.raises(ValueError, match="quack"):
             moe.apply_veomni_fused_moe_patch("quack")
     return errors
@@ -214,7 +221,7 @@ def torchtitan_layers(group: dist.ProcessGroup) -> tuple[list[float], int, list[
             rows, counts, metadata = layer.dispatch(x[:, :width].contiguous(), weights, ids, torch.empty(0))
             blocks = rows.split(counts.tolist())
             y = torch.cat([expert(block, rank * NUM_LOCAL + i) for i, block in enumerate(blocks)])
-            return float((layer.combine(y, metadata, x) - expected[:, :width]).abs().max())
+            return largest_error(layer.combine(y, metadata, x), expected[:, :width])
 
         errors = [run(layers[0], HIDDEN), run(layers[1], HIDDEN), run(layers[1], HIDDEN // 2)]
         (shared,) = {each._dispatcher for each in layers}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from frozen_frameworks import frozen
 
 import fusco
+from comparison import largest_error
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS = 8, 3, 256, 24
 _BITS = 16  # of a token's number, the signs of its first values
@@ -56,11 +57,11 @@ def judged(group: dist.ProcessGroup, mode: str, precision: str, ranks_per_node: 
             of_rows = _factors(view, mode)
             out = backend.combine_transformed(problem, handle, (view.payload.float() * of_rows).to(torch.bfloat16))
             expected = seen[mine].float() * (weights[mine] * (ids[mine] + 1)).sum(1, keepdim=True)
-            errors["sums"] = float((out.float() - expected).abs().max())
+            errors["sums"] = largest_error(out, expected)
             backend.stage(problem, handle)
             again = backend.combine(problem, handle)
             factor = 1 if mode == "low-latency" else NUM_TOPK  # of weighted sums of equal rows, and of plain ones
-            errors["staged"] = float((again.float() - factor * seen[mine].float()).abs().max())
+            errors["staged"] = largest_error(again, factor * seen[mine].float())
             assert sums is None or torch.equal(sums, again), "two calls differ"
             sums = again
         assert backend.finalize(0) == 0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import fusco
+from comparison import largest_error
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, INNER = 8, 2, 64, 96
 
@@ -129,10 +130,8 @@ def dense_step(group: dist.ProcessGroup, step: int, dtype: torch.dtype) -> list[
 
 def relative(values: list[torch.Tensor], references: list[torch.Tensor]) -> list[float]:
     """The largest error of each tensor over its largest value."""
-    pairs = zip((value.detach().cpu().double() for value in values), references, strict=True)
-    return [
-        float((value.view_as(reference) - reference).abs().max() / reference.abs().max()) for value, reference in pairs
-    ]
+    pairs = zip(values, references, strict=True)
+    return [largest_error(value.view_as(each), each) / float(each.abs().max()) for value, each in pairs]
 
 
 def megatron_layer(

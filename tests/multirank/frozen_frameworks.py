@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 
 import fusco.integrations
+from fusco import Quantize
+from fusco.core.quantization import lay_out_scales
+from reference.quantize_rows import quantize_rows
 
 _SGLANG_MOE = "sglang.srt.layers.moe"
 MAX_DECODE_TOKENS = 48
@@ -70,11 +73,20 @@ class DeepEPv2CombineInput(NamedTuple):
 class SGLangUnquantizedMethod: ...
 
 
+@dataclass(frozen=True)
 class SGLangFp8Method:
-    use_mxfp8 = False
+    use_mxfp8: bool = False
+    is_ue8m0: bool = False  # of the device, in SGLang
 
 
-def sglang_per_token_group_quant_fp8(x, group_size, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def sglang_per_token_group_quant_fp8(
+    x, group_size, eps=1e-10, column_major_scales=False, scale_tma_aligned=False, scale_ue8m0=False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert column_major_scales == scale_tma_aligned == scale_ue8m0
+    if scale_ue8m0:
+        quantize = Quantize(block=group_size, scale="ue8m0", layout="tma")
+        values, scales = quantize_rows(x, quantize)
+        return values, lay_out_scales(scales, quantize, x.shape[1])
     blocks = x.float().view(len(x), x.shape[1] // group_size, group_size)
     scales = blocks.abs().amax(-1).clamp(min=1e-10) / 448
     return (blocks / scales[..., None]).view(x.shape).to(torch.float8_e4m3fn), scales
@@ -179,7 +191,8 @@ def _modules(group: dist.ProcessGroup, a2a_backend: str) -> dict[str, dict[str, 
         f"{_SGLANG_MOE}.token_dispatcher.deepep_v2": {"DeepEPv2DispatchOutput": DeepEPv2DispatchOutput},
         f"{_SGLANG_MOE}.utils": {
             "get_moe_a2a_backend": lambda: backend,
-            "get_deepep_v2_fp8_scale_format": lambda: SimpleNamespace(ue8m0=False),
+            "get_deepep_v2_fp8_scale_format": lambda: scale_format,
+            "scale_format": (scale_format := SimpleNamespace(ue8m0=False)),
         },
         "sglang.srt.environ": {
             "envs": SimpleNamespace(

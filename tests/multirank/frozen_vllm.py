@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco import Quantize
+from reference.quantize_rows import quantize_rows
+
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _LIMIT_S = 60.0
 
@@ -95,6 +98,9 @@ class QuantConfig:
     a1_scale: torch.Tensor | None = None
     per_act_token_quant: bool = False
     block_shape: list[int] | None = None
+    a1_gscale: torch.Tensor | None = None
+    is_scale_swizzled: bool = True
+    mx_alignment: int = 0
 
 
 class FusedMoEKernel:
@@ -135,10 +141,17 @@ def moe_kernel_quantize_input(
     per_act_token_quant,
     block_shape=None,
     is_scale_swizzled=True,
+    mx_alignment=0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 with a scale of each block, of each token, or of the tensor, given or not."""
-    assert quant_dtype == torch.float8_e4m3fn
+    """MXFP8, NVFP4, or FP8 with a scale of each block, of each token, or of the tensor, given or not."""
     assert not is_scale_swizzled
+    if quant_dtype == "mxfp8":
+        assert A_scale is None
+        values, scales = quantize_rows(A, Quantize("mxfp8"))
+        return values, scales.view(torch.uint8)
+    if quant_dtype == "nvfp4":
+        return quantize_rows(A, Quantize("nvfp4", global_scale=1 / float(A_scale)))
+    assert quant_dtype == torch.float8_e4m3fn
     width = block_shape[1] if block_shape else A.shape[-1]
     blocks = A.float().view(len(A), A.shape[-1] // width, width)
     scales = blocks.abs().amax(-1).clamp(min=1e-10) / 448
@@ -216,7 +229,7 @@ def vllms_own_choice(moe, quant_config, routing_tables=None, allow_new_interface
 
 def moe_config(backend: str, num_experts: int, *, is_distributed: bool = True, max_num_tokens: int = 64) -> Any:
     """``FusedMoEConfig``, as far as what prepares experts is chosen by it."""
-    parallel = SimpleNamespace(use_all2all_kernels=is_distributed, all2all_backend=backend)
+    parallel = SimpleNamespace(use_all2all_kernels=is_distributed, all2all_backend=backend, sp_size=1)
     return SimpleNamespace(moe_parallel_config=parallel, num_experts=num_experts, max_num_tokens=max_num_tokens)
 
 

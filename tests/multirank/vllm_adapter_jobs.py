@@ -25,6 +25,9 @@ from frozen_vllm import (
     vllms_own_choice,
 )
 
+from comparison import largest_error
+from fusco import Quantize
+from fusco.core.quantization import dequantize_rows
 from fusco.integrations import plugins
 
 FP8, BLOCK = torch.float8_e4m3fn, 32
@@ -34,14 +37,22 @@ QUANTIZED = {
     "tokens": QuantConfig(FP8, per_act_token_quant=True),
     "a given scale": QuantConfig(FP8, a1_scale=torch.tensor([0.01])),
     "a scale of what arrives": QuantConfig(FP8),
+    "MXFP8": QuantConfig("mxfp8"),
+    "MXFP8, scales as rows": QuantConfig("mxfp8", is_scale_swizzled=False),
+    "NVFP4": QuantConfig("nvfp4", a1_gscale=torch.tensor(500.0)),
 }
 BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 
 
-def dequantized(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """What quantised rows stand for."""
+def dequantized(rows: torch.Tensor, scales: torch.Tensor | None, config: QuantConfig, layout="row") -> torch.Tensor:
+    """What quantised rows stand for, by scales as rows, or swizzled."""
     if scales is None:
         return rows
+    if config.quant_dtype in ("mxfp8", "nvfp4"):
+        kind = Quantize(config.quant_dtype, layout=layout, global_scale=1 / float(config.a1_gscale or 1))
+        if layout == "swizzled":
+            scales = scales.view(-(-len(rows) // 128) * 128, -1)
+        return dequantize_rows(rows, scales.view(kind.scale_dtype), kind, torch.float32)
     return rows.float() * scales.repeat_interleave(rows.shape[-1] // scales.shape[-1], -1)
 
 
@@ -64,11 +75,12 @@ class FrozenExperts:
         local = expert_map[ids[:, 0]]
         counts = torch.bincount(local[local >= 0], minlength=len(metadata.expert_num_tokens))
         assert counts.tolist() == metadata.expert_num_tokens.tolist()
-        assert scales is None or len(scales) in (1, len(rows))
+        rows = dequantized(
+            rows, scales, self.quant_config, "swizzled" if self.quant_config.is_scale_swizzled else "row"
+        )
         y = torch.full(rows.shape, float("nan"))
         for row in (local >= 0).nonzero()[:, 0].tolist():
-            scale = scales if scales is None or len(scales) == 1 else scales[row]
-            y[row] = expert(dequantized(rows[row], scale), self.logical(int(ids[row, 0])))
+            y[row] = expert(rows[row], self.logical(int(ids[row, 0])))
         return y[:, None] if self.is_delegating else y * weights
 
     def logical(self, number: int) -> int:
@@ -92,20 +104,23 @@ class BatchedExperts(FrozenExperts):
         for local, count in enumerate(metadata.expert_num_tokens.tolist()):
             scale = None if scales is None else scales[local][: count if scales.shape[1] > 1 else 1]
             number = int((expert_map == local).nonzero())
-            y[local, :count] = expert(dequantized(rows[local, :count], scale), number)
+            y[local, :count] = expert(dequantized(rows[local, :count], scale, self.quant_config), number)
         return y
 
 
 def expected_sums(x, ids, weights, config: QuantConfig) -> torch.Tensor:
     """Dense experts of the rows as they are quantised; of rows that are quantised where they arrive, unquantised."""
-    if config.quant_dtype is None or (
-        config.a1_scale is None and not (config.block_shape or config.per_act_token_quant)
-    ):
+    if config.quant_dtype is None or config is QUANTIZED["a scale of what arrives"]:
         return dense(x, ids, weights)
     values, scales = moe_kernel_quantize_input(
-        x, config.a1_scale, FP8, config.per_act_token_quant, config.block_shape, is_scale_swizzled=False
+        x,
+        config.a1_scale if config.a1_gscale is None else config.a1_gscale,
+        config.quant_dtype,
+        config.per_act_token_quant,
+        config.block_shape,
+        is_scale_swizzled=False,
     )
-    return dense(dequantized(values, scales), ids, weights)
+    return dense(dequantized(values, scales, config), ids, weights)
 
 
 def expert_map_of(placement: str, rank: int, size: int) -> torch.Tensor:
@@ -139,6 +154,11 @@ def vllm_layers(group: dist.ProcessGroup, backend: str, placement: str) -> dict[
         plugins.load_into_vllm()  # as processes do
         assert fp8.maybe_make_prepare_finalize is not vllms_own_choice
         for name, config in QUANTIZED.items():
+            sent_as = config
+            if backend == "deepep_low_latency" and config.quant_dtype in ("mxfp8", "nvfp4"):
+                sent_as = QUANTIZED["unquantised"]  # experts of NVFP4 quantise themselves
+                if config.quant_dtype == "mxfp8":  # refused
+                    continue
             errors[name] = 0.0
             for kind in kinds:
                 kernel = make_moe_kernel(fp8, moe_config(backend, num_experts), kind, config)
@@ -146,8 +166,8 @@ def vllm_layers(group: dist.ProcessGroup, backend: str, placement: str) -> dict[
                     forward_context.state.tokens = tokens
                     x, ids, weights = layer_input(rank, num_experts, tokens[rank])
                     out = kernel.apply(x, weights, ids, num_experts, expert_map)
-                    error = (out - expected_sums(x, ids, weights, config)).abs()
-                    errors[name] = max(errors[name], float(error.max()) if len(x) else 0.0)
+                    error = largest_error(out, expected_sums(x, ids, weights, sent_as))
+                    errors[name] = max(errors[name], error)
         kernel.prepare_finalize._rows.comms.abort()
     return errors
 
@@ -183,7 +203,7 @@ def vllm_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
             replicas = [np.flatnonzero(placed == expert) for expert in range(num_logical)]
             physical = [[-1 if each < 0 else random.choice(replicas[each]) for each in row] for row in ids.tolist()]
             out = kernel.apply(x, weights, torch.tensor(physical), num_physical, expert_map)
-            largest = max(largest, float((out - expected_sums(x, ids, weights, config)).abs().max()))
+            largest = max(largest, largest_error(out, expected_sums(x, ids, weights, config)))
         kernel.prepare_finalize._rows.comms.abort()
     return largest
 
@@ -212,8 +232,7 @@ def vllm_micro_batches(group: dist.ProcessGroup, backend: str) -> float:
             outs = run_micro_batches([lambda: layers(0), lambda: layers(1)])
             for out, (x, ids, weights) in zip(outs, inputs, strict=True):
                 first = expected_sums(x, ids, weights, config)
-                error = (out - expected_sums(first, ids, weights, config)).abs()
-                largest = max(largest, float(error.max()))
+                largest = max(largest, largest_error(out, expected_sums(first, ids, weights, config)))
         kernels[0].prepare_finalize._rows.comms.abort()
     return largest
 
@@ -239,7 +258,8 @@ def vllm_refusals(group: dist.ProcessGroup) -> list[str]:
         for call in (
             lambda: choose(moe_config("allgather_reducescatter", 4), plain, use_monolithic=True),
             lambda: FuscoPrepareAndFinalize(group, 5),
-            lambda: made.prepare(x, weights, ids, 4, None, False, QuantConfig("nvfp4"), False),
+            lambda: made.prepare(x, weights, ids, 4, None, False, QuantConfig("mxfp4"), False),
+            lambda: batched.prepare(x, weights, ids, 4, None, False, QuantConfig("mxfp8"), False),
             lambda: made.prepare(x, weights, ids, 8, None, False, plain, False),
             lambda: made.prepare(x, weights, ids, 4, twice, False, plain, False),
             lambda: made.prepare(x, weights, ids, 4, None, True, plain, False),

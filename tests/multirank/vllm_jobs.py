@@ -25,6 +25,8 @@ from framework_jobs import (
 )
 from frozen_vllm import moe_kernel_quantize_input
 
+from comparison import largest_error
+
 BF16, FP8, BLOCK = torch.bfloat16, torch.float8_e4m3fn, 128
 WIDE = 2 * HIDDEN  # a block of FP8 values: rows here are twice those of the other frameworks
 MAX_TOKENS = 64  # of a rank in the batched format
@@ -122,7 +124,7 @@ def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
         mock.patch.object(adapter, "get_current_vllm_config", return_value=config),
     ):
         for backend in ("allgather_reducescatter", "deepep_low_latency"):
-            parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend)
+            parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend, sp_size=1)
             moe = SimpleNamespace(moe_parallel_config=parallel, num_experts=NUM_EXPERTS, max_num_tokens=MAX_TOKENS)
             way = fp8.maybe_make_prepare_finalize(moe, None, allow_new_interface=True)
             made[type(way).__name__] = [way, way]
@@ -168,7 +170,7 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
         x = _dequantized(*_quantize(x, None, FP8, per_act_token_quant=False, block_shape=[BLOCK, BLOCK]))
     expected = sums_of_experts(x.float(), ids, weights, [(up.float(), down.float()) for up, down in pairs])
     assert (out.shape, out.dtype) == (expected.shape, BF16)
-    return float((out.float() - expected).abs().max() / expected.abs().max()) if len(x) else 0.0
+    return largest_error(out, expected) / float(expected.abs().max()) if len(x) else 0.0
 
 
 def _dequantized(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -105,12 +105,14 @@ class ExpertRows:
         *,
         with_weights: bool = True,
         expert_alignment: int = 1,
+        values_per_element: int = 1,
         verb: str = "dispatch",
         **options: Any,
     ) -> SentRows:
         """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``.
 
-        ``verb`` is the caller's name of the call, which all ranks must agree on.
+        ``verb`` is the caller's name of the call, which all ranks must agree on. Rows that come back have
+        ``values_per_element`` times as many columns as the first payload: 2 for FP4 values in bytes.
         """
 
         def dispatch(comm: Communicator) -> SentRows:
@@ -135,7 +137,8 @@ class ExpertRows:
             )
 
         with self.comms.rejecting():
-            need = self.comms.need_of(payloads, num_topk_of(topk_idx, len(payloads[0])), self.max_tokens)
+            num_topk = num_topk_of(topk_idx, len(payloads[0]))
+            need = self.comms.need_of(payloads, num_topk, self.max_tokens, values_per_element)
         return self.comms.run((verb, self.num_experts), self.num_experts, need, payloads[0].device, dispatch)
 
 

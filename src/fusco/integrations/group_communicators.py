@@ -72,15 +72,18 @@ class GroupCommunicators:
         self._current, self._purpose = comm, purpose
         return self._fitting(comm, need, partial(dispatch, comm))
 
-    def need_of(self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1) -> Capacity:
+    def need_of(
+        self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1, values_per_element: int = 1
+    ) -> Capacity:
         """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle.
 
-        Results of FP8 rows come back in 16 bits, and along a handle float32 weights are sent with rows.
+        Results of FP8 rows, and of bytes with two FP4 values each, come back in 16 bits a value, and along a handle
+        float32 weights are sent with rows.
         """
         first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
         if first.ndim < 2:
             raise ValueError(f"rows must be (num_tokens, hidden), got shape {tuple(first.shape)}")
-        sum_bytes = 2 if self._settings.sum_dtype is None else 4  # of an element of partial sums
+        sum_bytes = values_per_element * (2 if self._settings.sum_dtype is None else 4)  # of partial sums
         return Capacity(
             num_topk=num_topk,
             max_tokens_per_rank=max(len(first), max_tokens),

@@ -26,10 +26,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from fusco.core.config import StaticRows
 from fusco.core.routing_sizes import RoutingSizes
+from fusco.integrations.deep_ep.ep_buffer import tma_aligned
 from fusco.integrations.expert_rows import ExpertRows, SentRows, ends_in_blocks
 
 _ALIGNMENT = 128  # of DeepGEMM's contiguous layout
-_BLOCK = 128  # FP8 values that share a scale
+_BLOCK, _MX_BLOCK = 128, 32  # FP8 values that share a scale
 _TARGET = "sglang.srt.layers.moe.fused_moe_triton.layer.create_moe_dispatcher"
 
 
@@ -41,12 +42,22 @@ class FuscoDispatcher(BaseDispatcher):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, num_experts: int, *, is_fp8: bool = False, max_decode_tokens: int = 128
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        *,
+        fp8_block: int | None = None,
+        is_ue8m0: bool = False,
+        max_decode_tokens: int = 128,
     ) -> None:
-        """Nothing is allocated before the first call. ``is_fp8``: rows travel as e4m3, with a scale of 128 values."""
+        """Nothing is allocated before the first call.
+
+        ``fp8_block``: rows travel as e4m3, with a scale of as many values, in float32 or, with ``is_ue8m0``, as
+        exponents, four in an int32.
+        """
         super().__init__()
         self._num_ranks, self._num_experts = dist.get_world_size(group), num_experts
-        self._is_fp8, self._max_decode_tokens = is_fp8, max_decode_tokens
+        self._fp8_block, self._is_ue8m0, self._max_decode_tokens = fp8_block, is_ue8m0, max_decode_tokens
         self._rows = ExpertRows.of_group(group, num_experts)
         self._sent: SentRows | None = None
 
@@ -54,14 +65,15 @@ class FuscoDispatcher(BaseDispatcher):
         """Send tokens, bfloat16 (num_tokens, hidden), to their experts.
 
         ``topk_output`` has ``topk_ids``, -1 for no expert, and ``topk_weights`` (num_tokens, num_topk). Returns rows,
-        with FP8 their scales float32 (num_rows, hidden / 128), and weights by local expert, and the ends of the
-        experts' rows: the start of a block, which is a multiple of 128, and its number of rows.
+        with FP8 their scales float32 (num_rows, hidden / block), or int32 (num_rows, hidden / block / 4) in columns as
+        DeepGEMM reads them, and weights by local expert, and the ends of the experts' rows: the start of a block, which
+        is a multiple of 128, and its number of rows.
         """
         is_decode = not get_is_extend_in_batch()
         with self._rows.comms.rejecting():
             ids, weights = topk_output.topk_ids, topk_output.topk_weights.float()
             static = self._static_rows(len(hidden_states), ids.shape[1]) if is_decode else None
-            payloads = _quantize(hidden_states) if self._is_fp8 else [hidden_states]
+            payloads = self._quantize(hidden_states) if self._fp8_block else [hidden_states]
         sent = self._sent = self._rows.dispatch(payloads, ids, weights, expert_alignment=_ALIGNMENT, static=static)
         rows, *scales = sent.dispatched.payloads
         num_pairs = self._num_ranks * ids.numel()
@@ -73,12 +85,13 @@ class FuscoDispatcher(BaseDispatcher):
         }
         return DeepEPv2DispatchOutput(
             hidden_states=rows,
-            hidden_states_scale=scales[0] if scales else None,
+            hidden_states_scale=(tma_aligned(scales[0]) if self._is_ue8m0 else scales[0]) if scales else None,
             topk_ids=None,
             topk_weights=sent.dispatched.weights,
             psum_num_recv_tokens_per_expert=ends_in_blocks(sent.dispatched.num_rows_per_expert, _ALIGNMENT),
             is_expanded=True,
             expert_alignment=_ALIGNMENT,
+            activation_scale_block_size=self._fp8_block or _BLOCK,
             **(of_decode if is_decode else {}),
         )
 
@@ -106,33 +119,31 @@ class FuscoDispatcher(BaseDispatcher):
         )
         return StaticRows.for_rank_load(sizes, expert_alignment=_ALIGNMENT)
 
+    def _quantize(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return e4m3 values of tokens (num_tokens, hidden) and their scales, by SGLang's kernel."""
+        from sglang.kernels.ops.quantization.fp8_kernel import (  # noqa: PLC0415  compiled, and for FP8 only
+            sglang_per_token_group_quant_fp8,
+        )
 
-def _quantize(x: torch.Tensor) -> list[torch.Tensor]:
-    """Return e4m3 values of tokens (num_tokens, hidden) and their scales, by SGLang's kernel."""
-    from sglang.kernels.ops.quantization.fp8_kernel import (  # noqa: PLC0415  compiled, and for FP8 only
-        sglang_per_token_group_quant_fp8,
-    )
-
-    return list(sglang_per_token_group_quant_fp8(x, _BLOCK))
+        # Exponents are packed only in columns.
+        layout = dict.fromkeys(("column_major_scales", "scale_tma_aligned", "scale_ue8m0"), self._is_ue8m0)
+        return [each.contiguous() for each in sglang_per_token_group_quant_fp8(x, self._fp8_block, **layout)]
 
 
 def make_dispatcher(original: Callable[..., Any], moe_runner_config: Any, quant_method: Any) -> Any:
     """Return fusco's dispatcher with ``--moe-a2a-backend deepep_v2``, and otherwise what SGLang makes.
 
-    What is not unquantised there has FP8 experts with scales of blocks of 128.
+    What is not unquantised there has FP8 experts with scales of blocks of 128, or of 32 (MXFP8).
     """
     if not get_moe_a2a_backend().is_deepep_v2():
         return original(moe_runner_config, quant_method)
     is_fp8 = not isinstance(quant_method, UnquantizedFusedMoEMethod)
-    if is_fp8 and (getattr(quant_method, "use_mxfp8", False) or get_deepep_v2_fp8_scale_format().ue8m0):
-        raise NotImplementedError(
-            "fusco's SGLang adapter moves unquantised rows and FP8 with float32 scales of 128 values, not scales in "
-            "UE8M0 (MXFP8, or FP8 on Blackwell)"
-        )
+    block = _MX_BLOCK if getattr(quant_method, "use_mxfp8", False) else _BLOCK
     return FuscoDispatcher(
         get_parallel().tp_group.device_group,
         moe_runner_config.num_experts,
-        is_fp8=is_fp8,
+        fp8_block=block if is_fp8 else None,
+        is_ue8m0=is_fp8 and get_deepep_v2_fp8_scale_format().ue8m0,
         max_decode_tokens=envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get(),
     )
 

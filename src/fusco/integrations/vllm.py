@@ -55,16 +55,19 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     one of two micro-batches overlaps with the experts of the other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, max_static_tokens: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, num_experts: int, *, max_static_tokens: int = 0, sp_size: int = 1
+    ) -> None:
         """Nothing is allocated before the first call. The group, of any backend, has ``num_experts`` in all.
 
-        Of a model with redundant experts these are the physical ones.
+        Of a model with redundant experts these are the physical ones. ``sp_size`` ranks share the tokens of one of data
+        parallelism.
         """
         super().__init__()
         self._group, self._num_ranks, self._num_experts = group, dist.get_world_size(group), num_experts
         if num_experts % self._num_ranks:
             raise ValueError(f"fusco needs equal numbers of experts, got {num_experts} on {self._num_ranks} ranks")
-        self._max_static_tokens = max_static_tokens
+        self._max_static_tokens, self._sp_size = max_static_tokens, sp_size
         self._rows = ExpertRows.of_group(group, num_experts)
         self._table: PlacementTable | None = None
         self._sent: dict[int, SentRows] = {}  # by micro-batch
@@ -110,15 +113,17 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         Their weights are float32, their ids int64 (num_tokens, num_topk), -1 for no expert. ``expert_map`` is int32
         (num_experts,), the local index of each expert of all ranks, -1 for those of other ranks; any placement with
         equal numbers. ``apply_router_weight_on_input`` multiplies tokens by their weights, for one expert per token.
-        ``defer_input_quant``: experts quantise themselves. With scales of 128 values or of a token, rows travel
-        quantised, with their scales; with one scale that all ranks compute from their tokens, they are quantised where
-        they arrive.
+        ``defer_input_quant``: experts quantise themselves. With scales of blocks or of a token, rows travel quantised,
+        with their scales; with one scale that all ranks compute from their tokens, they are quantised where they
+        arrive.
 
-        Returns rows (num_rows, hidden); their scales or ``None``; the rows of each local expert; the expert of each
-        row, int64 (num_rows, 1), another rank's for rows without a token; and its weight, float32 (num_rows, 1).
+        Returns rows (num_rows, hidden), of NVFP4 two values a byte; their scales or ``None``; the rows of each local
+        expert; the expert of each row, int64 (num_rows, 1), another rank's for rows without a token; and its weight,
+        float32 (num_rows, 1).
         """
         with self._rows.comms.rejecting():
-            quantization = Quantization.of(quant_config, is_deferred=defer_input_quant)
+            is_batched = self.max_num_tokens_per_rank() is not None
+            quantization = Quantization.of(quant_config, is_deferred=defer_input_quant, is_batched=is_batched)
             if num_experts != self._num_experts:
                 raise ValueError(f"num_experts={num_experts}, but the layer was made for {self._num_experts}")
             if apply_router_weight_on_input:
@@ -132,7 +137,8 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         ids, weights = self._table.to_places(topk_ids), topk_weights.float()
         with _communicating():
             _use_here(*payloads, ids, weights)
-            sent = self._rows.dispatch(payloads, ids, weights, static=static)
+            packing = quantization.values_per_element
+            sent = self._rows.dispatch(payloads, ids, weights, static=static, values_per_element=packing)
         _use_here(*sent.dispatched.payloads, sent.dispatched.num_rows_per_expert, sent.dispatched.weights)
         self._sent[dbo_current_ubatch_id()] = sent
         return self._arrived(sent, quantization, static)
@@ -176,7 +182,7 @@ class FuscoPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _static_rows(self, num_tokens: int, num_topk: int) -> StaticRows | None:
         """Return the fixed size of this step, the same on all ranks; ``None`` for a step that is too large."""
-        most = _most_tokens(num_tokens)
+        most = _most_tokens(num_tokens, self._sp_size)
         return StaticRows.for_rank_load(self._sizes(most, num_topk)) if most <= self._max_static_tokens else None
 
     def _sizes(self, num_tokens: int, num_topk: int) -> RoutingSizes:
@@ -258,10 +264,12 @@ def _use_here(*tensors: torch.Tensor | None) -> None:
                 each.record_stream(torch.cuda.current_stream())
 
 
-def _most_tokens(num_tokens: int) -> int:
+def _most_tokens(num_tokens: int, sp_size: int) -> int:
     """Return the largest number of tokens of any rank in this step, which vLLM has exchanged, or else this one's."""
     metadata = get_forward_context().dp_metadata if is_forward_context_available() else None
-    return num_tokens if metadata is None else max(num_tokens, int(metadata.num_tokens_across_dp_cpu.max()))
+    return (
+        num_tokens if metadata is None else max(num_tokens, -(-int(metadata.num_tokens_across_dp_cpu.max()) // sp_size))
+    )
 
 
 def _largest_graph() -> int:
@@ -284,10 +292,10 @@ def _choosing_fusco(original: Callable[..., Any]) -> Callable[..., Any]:
                 "fusco moves rows to experts that take rows, and these take tokens and router logits: choose "
                 "--moe-backend triton or deep_gemm with fusco"
             )
-        group = get_ep_group().cpu_group
+        group, sp_size = get_ep_group().cpu_group, moe.moe_parallel_config.sp_size
         if backend in _BATCHED:
             return FuscoBatchedPrepareAndFinalize(group, moe.num_experts, max_tokens_per_rank=moe.max_num_tokens)
-        return FuscoPrepareAndFinalize(group, moe.num_experts, max_static_tokens=_largest_graph())
+        return FuscoPrepareAndFinalize(group, moe.num_experts, max_static_tokens=_largest_graph(), sp_size=sp_size)
 
     return make
 

@@ -1,4 +1,7 @@
-"""vLLM's quantisation of activations: before rows travel, with scales of blocks or tokens; else where they arrive."""
+"""vLLM's quantisation of activations: before rows travel, with scales of blocks or tokens; else where they arrive.
+
+Scales of MXFP8 and NVFP4 travel as rows; experts that read them swizzled, in tiles of 128 rows, get them so afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
+
+from fusco.core.quantization import Quantize, lay_out_scales
+
+_BLOCK_FORMATS = {name: Quantize(name, layout="swizzled") for name in ("mxfp8", "nvfp4")}
 
 
 @dataclass(frozen=True)
@@ -25,18 +32,21 @@ class Quantization:
     where: str  # "nowhere", "before" or "after"
 
     @classmethod
-    def of(cls, config: Any, *, is_deferred: bool) -> Quantization:
-        """Return the quantisation of a configuration; ``NotImplementedError`` for formats of less than 8 bits.
+    def of(cls, config: Any, *, is_deferred: bool, is_batched: bool) -> Quantization:
+        """Return the quantisation of a configuration; ``NotImplementedError`` for formats that cannot travel.
 
         A scale for a whole tensor that is not given depends on the rows, so it is computed where they arrive, as vLLM
-        does with DeepEP.
+        does with DeepEP. Batched experts of NVFP4 quantise themselves.
         """
         dtype = config.quant_dtype
-        if dtype is None or is_deferred:
+        if dtype is None or is_deferred or (is_batched and dtype == "nvfp4"):
             return cls(config, "nowhere")
+        if dtype in _BLOCK_FORMATS and not is_batched:
+            return cls(config, "before")
         if not isinstance(dtype, torch.dtype):
             raise NotImplementedError(
-                f"fusco's vLLM adapter moves FP8 and INT8 rows, and unquantised ones, not {dtype}"
+                f"fusco's vLLM adapter moves FP8, INT8, MXFP8 (standard format) and NVFP4 rows, and unquantised ones, "
+                f"not {dtype} in the {'batched' if is_batched else 'standard'} format"
             )
         is_of_tensor = config.block_shape is None and not config.per_act_token_quant
         return cls(config, "after" if is_of_tensor and config.a1_scale is None else "before")
@@ -58,9 +68,17 @@ class Quantization:
             rows = rows.view(known.shape)
         elif self.where == "before" and not more:
             scales = self.config.a1_scale
+        elif self.config.quant_dtype in _BLOCK_FORMATS and more and self.config.is_scale_swizzled:
+            scales = lay_out_scales(more[0], _BLOCK_FORMATS[self.config.quant_dtype], rows.shape[-1])
+            scales = scales.flatten() if self.config.quant_dtype == "mxfp8" else scales  # as vLLM's own functions do
         if rows.ndim == 3:
             scales = normalize_batched_scales_shape(scales, num_local_experts)
         return rows, scales
+
+    @property
+    def values_per_element(self) -> int:
+        """Values in an element of what travels."""
+        return 2 if self.where == "before" and self.config.quant_dtype == "nvfp4" else 1
 
     @property
     def _is_given(self) -> bool:
@@ -71,11 +89,12 @@ class Quantization:
         config = self.config
         values, scales = moe_kernel_quantize_input(
             x,
-            config.a1_scale,
+            config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale,
             quant_dtype=config.quant_dtype,
             per_act_token_quant=config.per_act_token_quant,
             block_shape=config.block_shape,
             is_scale_swizzled=False,
+            mx_alignment=config.mx_alignment,
         )
         assert scales is not None
         return values, scales
