@@ -9,6 +9,7 @@ multiplies them before. Only interfaces are used: those of deep_ep 1.2.1 (``Buff
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class ElasticBufferShuffle(PeerShuffle):
     """DeepEP's ``ElasticBuffer`` with expanded rows: by expert, those of an expert in order of arrival."""
 
     def __init__(self, group: dist.ProcessGroup, workload: Workload, num_sms: int | None) -> None:
+        os.environ.setdefault("EP_DISABLE_GIN", "1")  # ranks of a node need no network, and it may not be there
         deep_ep = importlib.import_module("deep_ep")
         self._buffer = deep_ep.ElasticBuffer(
             group,
