@@ -1,19 +1,21 @@
-"""``python timed_calls.py CASES PATH``: a rank that times calls; rank 0 prints a line of JSON for each round of cases.
+"""``python timed_calls.py PATH TOKENS``: a rank that times calls; rank 0 prints a line of JSON for each round of cases.
 
-CASES is JSON: a list of rounds, each a list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank,
-``pattern`` and ``tokens``, or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. A
-line has for each case the least ms of each call on the slowest rank, and the share of their time that the cores were
-busy. Noise only lengthens calls: they are repeated until each has taken at most NEAR of what is expected, MOST_CALLS
-times at most. Between two rounds, whose rates differ, ranks wait until PATH followed by the round's number exists.
+A round is a file of JSON, PATH followed by its number, for which ranks wait; one that is empty is the last. It has a
+list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank, ``pattern`` and ``tokens`` (TOKENS at most),
+or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. A line has for each case the
+least ms of each call on the slowest rank, and the share of the cores' time that other processes have taken. Noise only
+lengthens calls: they are repeated until each has taken at most NEAR of what is expected, ``calls`` or MOST_CALLS times
+at most.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,9 @@ from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 
-NUM_EXPERTS, NUM_TOPK, HIDDEN = 128, 2, 4096  # two copies of a row: what cores do is small beside the network
-MOST_CALLS, NEAR = 6, 1.04
+NUM_EXPERTS, NUM_TOPK, HIDDEN, DTYPE = 128, 2, 2048, torch.float32  # what cores do is small beside the network
+SIZES = (4, 8)
+MOST_CALLS, NEAR = 5, 1.08
 BALANCERS = {"fusco": "lanes", "no-lanes": "send-and-receive"}  # by name of the simulator's system
 
 Case = dict[str, Any]
@@ -53,6 +56,7 @@ def workload_of(case: Case) -> Workload:
         placement=ExpertPlacement.contiguous(NUM_EXPERTS, topology.world_size),
         tokens=case["tokens"],
         hidden=HIDDEN,
+        dtype=DTYPE,
         num_topk=NUM_TOPK,
         trace=trace,
     )
@@ -66,11 +70,10 @@ def matrix_of(case: Case) -> Any:
 class Rank:
     """A rank in all cases; communicators are made once."""
 
-    def __init__(self, cases: Sequence[Case]) -> None:
+    def __init__(self, most_tokens: int) -> None:
         self.rank, self.rails = dist.get_rank(), os.environ.get(RAILS_VARIABLE, "").split(",")
-        self.most_tokens = max(case.get("tokens", 1) for case in cases)
-        sizes = sorted({topology_of(case).world_size for case in cases})
-        self.groups = {size: dist.new_group(range(size)) for size in sizes}
+        self.most_tokens = most_tokens
+        self.groups = {size: dist.new_group(range(size)) for size in SIZES}
         self.comms: dict[Any, fusco.Communicator] = {}
 
     def comm(self, size: int, num_rails: int, balancer: str) -> fusco.Communicator:
@@ -82,6 +85,7 @@ class Rank:
                 num_topk=NUM_TOPK,
                 hidden=HIDDEN,
                 max_tokens_per_rank=self.most_tokens,
+                dtype=DTYPE,
                 balancer=balancer,
                 settings=fusco.Settings(timeout_s=30.0),
             )
@@ -97,7 +101,7 @@ class Rank:
             data, output = (torch.zeros(sum(sizes), dtype=torch.uint8) for sizes in (sent, received))
             exchange = partial(comm("lanes").all_to_all, output, data, received, sent)
             return [lambda: {"fast dispatch": timed(self.groups[size], exchange)[0]}]
-        x, ids = torch.ones(case["tokens"], HIDDEN, dtype=torch.bfloat16), workload_of(case).routing(self.rank).topk_idx
+        x, ids = torch.ones(case["tokens"], HIDDEN, dtype=DTYPE), workload_of(case).routing(self.rank).topk_idx
 
         def shuffle(system: str) -> dict[str, float]:
             of = comm(BALANCERS[system])
@@ -109,20 +113,22 @@ class Rank:
         return [partial(shuffle, system) for system in systems]
 
     def times(self, case: Case) -> dict[str, Any]:
-        """Return the least ms of each call, and how busy cores were; nothing on ranks that have no part in it."""
+        """Return the least ms of each call, and what others took; nothing on ranks that have no part in it."""
         dist.barrier()
         size = topology_of(case).world_size
         if self.rank >= size:
             return {}
         before, least = CoreTimes.now(), dict[str, float]()
         for call in self.calls(case):
-            for _ in range(MOST_CALLS):
+            for _ in range(case.get("calls", MOST_CALLS)):
                 took = call()
                 least |= {name: min(ms, least.get(name, ms)) for name, ms in took.items()}
                 if all(least[name] <= NEAR * case["expected"][name] for name in took):
                     break
         cores = CoreTimes.now().since(before)
-        return {"ms": least, "busy": cores.busy_s / cores.all_s}
+        own_s = torch.tensor(cores.process_s)
+        dist.all_reduce(own_s, group=self.groups[size])
+        return {"ms": least, "others": (cores.busy_s - float(own_s)) / cores.all_s}
 
 
 def timed(group: dist.ProcessGroup, function: Callable[[], Any]) -> tuple[float, Any]:
@@ -138,11 +144,12 @@ def timed(group: dist.ProcessGroup, function: Callable[[], Any]) -> tuple[float,
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rounds = json.loads(sys.argv[1])
-    this = Rank([case for cases in rounds for case in cases])
-    for number, cases in enumerate(rounds):
-        while number and not Path(f"{sys.argv[2]}{number}").exists():
+    this = Rank(int(sys.argv[2]))
+    for number in itertools.count():
+        while not (path := Path(f"{sys.argv[1]}{number}")).exists():
             time.sleep(0.01)
+        if not (cases := json.loads(path.read_text(encoding="utf-8"))):
+            break
         results = [this.times(case) for case in cases]
         if this.rank == 0:
             sys.stdout.write(json.dumps(results) + "\n")

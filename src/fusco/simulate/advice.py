@@ -114,7 +114,13 @@ def describe_binding(result: SimulationResult) -> str:
     """
     kind, _, owner = result.binds.partition(" of ")
     what, _, way = kind.partition("-")
-    names = {"nic": "network", "nvl": "links within a node", "rail": "links between rails", "leaf": "spine"}
+    names = {
+        "nic": "network",
+        "nvl": "links within a node",
+        "rail": "links between rails",
+        "leaf": "spine",
+        "cores": "processors",
+    }
     side = {"out": ["as sender"], "in": ["as receiver"], "up": ["as sender"], "down": ["as receiver"]}.get(way, [])
     node = [f"node {int(owner[5:]) // result.ranks_per_node}"] if owner.startswith("rank ") else []
     link = f"{result.binds} ({', '.join([*node, names.get(what, what), *side])})"

@@ -42,6 +42,7 @@ CONSTANTS: dict[str, tuple[float, str]] = {
     "nvl_gbs": (450.0, "bytes of a rank within its node in each direction, GB/s"),
     "pair_gbs": (0.0, "bytes from one rank to one other of its node, GB/s; 0: all of nvl_gbs"),
     "memory_gbs": (1500.0, "bytes that a pass rearranges, each read and written once, GB/s"),
+    "core_gbs": (0.0, "bytes that all cores of a machine gather, send, distribute and sum, GB/s; 0: no core does"),
     "start_us": (20.0, "time of a collective before its first byte: records, plan, launch"),
     "end_us": (0.0, "time of a collective after its last byte"),
     "latency_us": (5.0, "time from the last byte of a message until its receiver goes on"),
@@ -80,6 +81,8 @@ class Fabric:
 class Cluster:
     """Ranks, links and constants. ``nic_shares`` are the relative speeds of the NICs of a node's local ranks.
 
+    Nodes share the cores of ``machines``, as those of a testbed; 0: each is a machine.
+
     Raises ``ValueError`` for constants that are unknown or out of range, with the value.
     """
 
@@ -88,16 +91,18 @@ class Cluster:
     ranks_per_node: int
     constants: Mapping[str, Constant]
     nic_shares: tuple[int, ...] = ()
+    machines: int = 0
     fabric: Fabric = field(default_factory=Fabric)
     about: str = ""
 
     def __post_init__(self) -> None:
         check_integer("nodes", self.nodes, least=1)
         check_integer("ranks_per_node", self.ranks_per_node, least=1)
+        check_integer("machines", self.machines, least=0)
         if unknown := sorted(set(self.constants) - set(CONSTANTS)):
             raise ValueError(f"{self.name}: no constants {', '.join(unknown)}; known are {', '.join(CONSTANTS)}")
         for name, constant in self.constants.items():
-            has_rate = name.endswith("_gbs") and name != "pair_gbs"
+            has_rate = name.endswith("_gbs") and name not in ("pair_gbs", "core_gbs")
             if not 0 <= constant.value < float("inf") or (has_rate and not constant.value):
                 raise ValueError(
                     f"{self.name}: {name} must be {'above' if has_rate else 'at least'} 0, got {constant.value}"
@@ -177,6 +182,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
     lines = ["[cluster]", f"name = {_quoted(cluster.name)}", f"about = {_quoted(cluster.about)}"]
     lines += [f"nodes = {cluster.nodes}", f"ranks_per_node = {cluster.ranks_per_node}"]
     lines += [f"nic_shares = {_list(cluster.nic_shares)}"] if cluster.nic_shares else []
+    lines += [f"machines = {cluster.machines}"] if cluster.machines else []
     lines += ["", "[fabric]", f"kind = {_quoted(fabric.kind)}", f"oversubscription = {float(fabric.oversubscription)}"]
     lines += [f"nodes_per_leaf = {fabric.nodes_per_leaf}"]
     for name, constant in cluster.constants.items():

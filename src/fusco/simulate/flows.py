@@ -28,7 +28,7 @@ class Hop:
 
     Attributes:
         name: shown in timelines.
-        kind: the links that flows use: between nodes, within a node, or the memory of rank ``src``.
+        kind: the links that flows use: between nodes, within a node, memory of rank ``src``, or its machine's cores.
         via: the rank of the source's node whose NIC sends, if it is another.
         until: the rank of the destination's node whose NIC receives, if it is another.
         after: hops, by number, that must have ended before.
@@ -41,7 +41,7 @@ class Hop:
     """
 
     name: str
-    kind: Literal["between", "within", "memory"]
+    kind: Literal["between", "within", "memory", "cores"]
     src: IntArray
     dst: IntArray
     num_bytes: IntArray

@@ -99,7 +99,7 @@ class Forwarding:
     def _with_passes(self, hops: list[Hop], demand: Demand, call: Call) -> list[Hop]:
         """Insert passes over memory: before the hop between nodes, before and after the one within nodes."""
         ranks = np.arange(demand.topology.world_size)
-        expert_bytes = _expert_rows(demand) * demand.bytes_per_row
+        expert_bytes = expert_rows(demand) * demand.bytes_per_row
         between = next(hop for hop in hops if hop.kind == "between")
         sender = between.src if call == "dispatch" else between.dst
         sent = np.bincount(sender, between.num_bytes, len(ranks)).astype(np.int64)
@@ -153,7 +153,7 @@ def _merged_runs(traffic: Traffic, chosen: Groups | Lanes) -> Runs:
     return Runs(src[of], np.zeros_like(of), first, ends, carrier[of], forwarder)
 
 
-def _expert_rows(demand: Demand) -> IntArray:
+def expert_rows(demand: Demand) -> IntArray:
     """Return the expert-major rows of each rank, int64 (R,)."""
     if demand.exact_pair_rows is not None:
         exact: IntArray = demand.exact_pair_rows.sum(axis=0)

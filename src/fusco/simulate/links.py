@@ -15,7 +15,7 @@ from fusco.simulate.cluster import Cluster
 
 BYTES_PER_US_AND_GBS = 1000.0
 LinkKind = Literal[
-    "nvl-out", "nvl-in", "nic-out", "nic-in", "memory", "pair", "rail-up", "rail-down", "leaf-up", "leaf-down"
+    "nvl-out", "nvl-in", "nic-out", "nic-in", "memory", "pair", "rail-up", "rail-down", "leaf-up", "leaf-down", "cores"
 ]
 
 
@@ -34,7 +34,8 @@ class LinkTable:
 
     A flow within a node uses ``nvl-out`` of its source and ``nvl-in`` of its destination, and their ``pair`` where
     pairs are limited. A flow between nodes uses ``nic-out`` and ``nic-in``, and what is between; if another rank's NIC
-    sends it, also the links within the node to that rank. A pass over memory uses ``memory``.
+    sends it, also the links within the node to that rank. A pass over memory uses ``memory``, all else that cores do
+    for a row ``cores`` of the machine.
     """
 
     cluster: Cluster
@@ -57,6 +58,7 @@ class LinkTable:
             "memory": np.full(num_ranks, of.memory_gbs),
             "pair": np.full(num_ranks * local if of.pair_gbs else 0, of.pair_gbs),
         }
+        blocks["cores"] = np.full((of.machines or of.nodes) if of.core_gbs else 0, of.core_gbs)
         fabric = of.fabric
         by_local, by_node = nic.reshape(-1, local).sum(axis=0), nic.reshape(-1, local).sum(axis=1)
         if fabric.kind == "rails" and np.isfinite(fabric.oversubscription):
@@ -98,6 +100,8 @@ class LinkTable:
             src, to = divmod(at, local)
             node = self.topology.rank_to_node[src]
             return Link(kind, src, node, f"{kind} of ranks {src} and {self.topology.node_to_ranks[node][to]}")
+        if kind == "cores":
+            return Link(kind, None, None, f"{kind} of machine {at}")
         if kind.startswith("rail"):
             return Link(kind, None, None, f"{kind} of rail {at}")
         if kind.startswith("leaf"):
@@ -117,6 +121,10 @@ class LinkTable:
         none = np.full(len(src), -1)
         if kind == "memory":
             return [self.first_of("memory") + src]
+        if kind == "cores":
+            of = self.cluster
+            machine: IntArray = np.array(self.topology.rank_to_node)[src] * (of.machines or of.nodes) // of.nodes
+            return [self.first_of("cores") + machine]
         if kind == "within":
             return self._within(src, dst)
         receiver = dst if until is None else until

@@ -47,7 +47,7 @@ def messages_of(program: Program, num_ranks: int) -> Messages:
         hop = program.hops[i]
         before = tuple(part for each in hop.after for part in last[each])
         num_before = len(before)
-        if hop.kind == "memory":
+        if hop.kind in ("memory", "cores"):
             last[i] = before
             continue
         ends = [hop.src, hop.src if hop.via is None else hop.via, hop.dst if hop.until is None else hop.until, hop.dst]

@@ -10,6 +10,7 @@ import numpy as np
 from fusco.core.compiled import compiled
 from fusco.planner.balancer import BALANCERS
 from fusco.simulate.cluster import CONSTANTS, Cluster, check_same_shape
+from fusco.simulate.cores import with_cores
 from fusco.simulate.demand import Demand
 from fusco.simulate.flows import MOST_FLOWS, FloatArray, Flows, Hop, Outcome, Program, lay_out, run
 from fusco.simulate.forwarding import Call
@@ -47,7 +48,10 @@ def simulate(
         ValueError: if shapes differ, the system is unknown, or a tier has too many flows, with one that answers.
     """
     check_same_shape(cluster, demand.topology)
-    table, program = LinkTable(cluster), system(name).build(demand, cluster, call)
+    table, of = LinkTable(cluster), system(name)
+    program = of.build(demand, cluster, call)
+    if cluster.core_gbs:
+        program = with_cores(program, demand, call, has_pool=of.balancer is not None)
     hop_bytes = [_link_bytes(hop, table) for hop in program.hops]
     if tier == "bound":
         makespan_us, outcome, flows = bound_us(program, hop_bytes, table), None, None

@@ -140,6 +140,28 @@ def test_a_faster_nic_takes_a_larger_share():
     assert with_lanes < 0.8 * without
 
 
+@pytest.mark.parametrize("tier", ["bound", "fluid", "slices"])
+def test_cores_of_a_machine_move_the_rows_of_all_its_nodes(tier):
+    """Where nothing else binds, each byte that is sent, distributed or summed takes its time of the cores."""
+    demand = demand_of(Topology.of_equal_nodes(4, 2))
+    free = cluster_of(nic_gbs=1e6, nvl_gbs=1e6, memory_gbs=1e6)
+    slow = replace(free.with_values("slow", core_gbs=1.0), machines=1)
+    remote, pairs, by_rank = (
+        int(rows) * ROW / 1e6 for rows in (demand.remote_rows, demand.pair_rows.sum(), demand.rank_rows.sum())
+    )
+    for call, passes in (("dispatch", remote + pairs), ("combine", remote + pairs + by_rank)):
+        result = simulate(slow, demand, "fusco", call, tier)
+        assert result.makespan_ms == pytest.approx(passes, rel=1e-3)
+        assert describe_binding(result).startswith("cores of machine 0 (processors), busy for")
+        of_two = simulate(replace(slow, machines=0), demand, "fusco", call, tier).makespan_ms
+        assert passes / 2 <= of_two * 1.001 < passes
+        assert simulate(free, demand, "fusco", call, tier).makespan_ms < passes / 100
+    copied = slow.with_values("slow", memory_gbs=0.001)  # a rank's own rows, before all else or after it
+    assert simulate(copied, demand, "fusco", "combine", tier).makespan_ms == pytest.approx(
+        passes + 1e3 * demand.num_tokens.max() * ROW / 1e6, rel=0.01
+    )
+
+
 def test_tiers_refuse_what_they_cannot_answer():
     demand = drawn_demand(Topology.of_equal_nodes(10_080, 72), 4096, 8, 14336, is_skewed=True)
     cluster = load_cluster("gb200-nvl72").resized(140)
