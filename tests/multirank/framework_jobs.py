@@ -103,11 +103,22 @@ def sums_of_experts(
     return sums.to(rows.dtype)
 
 
-def bf16_error(out: torch.Tensor, x: torch.Tensor, router: torch.Tensor) -> float:
-    """The error of a layer's output of bfloat16 rows, of the same weights, relative to its largest value."""
-    experts = [tuple(each.bfloat16().float() for each in pair) for pair in expert_weights()]
-    assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)
-    return relative([out], [dense_layer(x.float(), router, experts)])[0] if len(x) else 0.0
+def wide(rows: torch.Tensor) -> torch.Tensor:
+    """Rows twice as wide: a block of FP8 values."""
+    return torch.cat([rows, rows.flip(1)], 1)
+
+
+def wide_experts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Experts of such rows, in bfloat16."""
+    pairs = [(wide(up) / 2, torch.cat([down, down.flip(0)], 0)) for up, down in expert_weights()]
+    return [(up.bfloat16(), down.bfloat16()) for up, down in pairs]
+
+
+def dequantized(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """What FP8 rows with a scale for each block stand for, in bfloat16; others as they are."""
+    if scales is None:
+        return rows
+    return (rows.float() * scales.repeat_interleave(rows.shape[-1] // scales.shape[-1], -1)).bfloat16()
 
 
 def dense_step(group: dist.ProcessGroup, step: int, dtype: torch.dtype) -> list[torch.Tensor]:

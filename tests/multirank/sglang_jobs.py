@@ -20,15 +20,18 @@ from framework_jobs import (
     HIDDEN,
     NUM_EXPERTS,
     NUM_TOPK,
-    bf16_error,
-    expert_weights,
+    dequantized,
     frameworks_on,
     inputs_of,
+    relative,
     router_weights,
     sums_of_experts,
+    wide,
+    wide_experts,
 )
+from frozen_frameworks import sglang_per_token_group_quant_fp8
 
-BF16 = torch.bfloat16
+BF16, BLOCK = torch.bfloat16, 128
 # What SGLang imports and the dispatcher does not use: for GPUs, or large.
 UNUSED = ("flashinfer", "outlines", "sgl_kernel", "torchao", "torchvision")
 
@@ -70,13 +73,13 @@ def _without_unused() -> Iterator[None]:
     sys.meta_path.remove(finder)
 
 
-def dispatcher_layers(group: dist.ProcessGroup, mode: str) -> list[float] | str:
+def dispatcher_layers(group: dist.ProcessGroup, mode: str, *, is_fp8: bool) -> list[float] | str:
     """Errors of layers, of which the last has no tokens on rank 1; or what is missing to run SGLang in this mode.
 
     ``mode`` is one of SGLang's ``DeepEPMode``; with ``"AUTO"`` each layer is computed as a prefill and as a decode
     step, and then as two micro-batches of a decode step, of which one is sent before the other is computed.
     """
-    environment = mock.patch.dict(os.environ, {"SGLANG_DEEPEP_BF16_DISPATCH": "1"})
+    environment = mock.patch.dict(os.environ, {"SGLANG_DEEPEP_BF16_DISPATCH": str(int(not is_fp8))})
     a_gpu = SimpleNamespace(multi_processor_count=132)
     properties = mock.patch.object(torch.cuda, "get_device_properties", return_value=a_gpu)
     with environment, properties, frameworks_on("cpu"), _without_unused():
@@ -89,16 +92,17 @@ def dispatcher_layers(group: dist.ProcessGroup, mode: str) -> list[float] | str:
             return f"SGLang cannot be imported: {missing}"
         assert module.use_deepep, module._deepep_import_error
         has_gemm = mock.patch.object(module.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", new=True)
-        with has_gemm, mock.patch.object(utils, "get_server_args", return_value=None):
+        quantizes = mock.patch.object(module, sglang_per_token_group_quant_fp8.__name__, _quantize, create=True)
+        with has_gemm, quantizes, mock.patch.object(utils, "get_server_args", return_value=None):
             made = [_dispatcher(module, group, utils.DeepEPMode[mode]) for _ in range(2)]
             errors = []
             for step in range(3):
                 for is_prefill in (True, False) if mode == "AUTO" else (mode == "NORMAL",):
                     with mock.patch.object(module, "get_is_extend_in_batch", return_value=is_prefill):
-                        errors += _layers(module, made[:1], group, step)
+                        errors += _layers(module, made[:1], group, step, is_fp8=is_fp8)
             if mode == "AUTO":
                 with mock.patch.object(module, "get_is_extend_in_batch", return_value=False):
-                    errors += _layers(module, made, group, 1)
+                    errors += _layers(module, made, group, 1, is_fp8=is_fp8)
             return errors
 
 
@@ -108,7 +112,7 @@ def _dispatcher(module, group: dist.ProcessGroup, mode):
         NUM_TOPK,
         num_experts=NUM_EXPERTS,
         num_local_experts=NUM_EXPERTS // group.size(),
-        hidden_size=HIDDEN,
+        hidden_size=2 * HIDDEN,
         params_dtype=BF16,
         deepep_mode=mode,
         async_finish=True,
@@ -116,23 +120,33 @@ def _dispatcher(module, group: dist.ProcessGroup, mode):
     )
 
 
-def _layers(module, dispatchers, group: dist.ProcessGroup, step: int) -> list[float]:
+def _layers(module, dispatchers, group: dist.ProcessGroup, step: int, *, is_fp8: bool) -> list[float]:
     """Errors of a layer for each dispatcher, all of which send before the first computes."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     x = inputs_of(group.rank(), min(step, 1))[0].to(BF16)
     x = x[: 0 if step == 2 and group.rank() else len(x)]
     parts = x.chunk(len(dispatchers)) if len(dispatchers) > 1 else [x]
+    expected = []
     for made, part in zip(dispatchers, parts, strict=True):
         weights, ids = torch.softmax(part.float() @ router_weights().T, -1).topk(NUM_TOPK)
-        made.dispatch_a(part, StandardTopKOutput(weights, ids, weights))
+        made.dispatch_a(wide(part), StandardTopKOutput(weights, ids, weights))
+        rows = dequantized(*_quantize(wide(part), BLOCK)) if is_fp8 else wide(part)
+        expected.append(sums_of_experts(rows.float(), ids, weights, wide_experts()))
     for made in dispatchers:
         sent = made.dispatch_b()
         is_masked = hasattr(sent, "masked_m")
+        assert (sent.hidden_states.dtype == torch.float8_e4m3fn) == is_fp8
         kind = module.DeepEPLLCombineInput if is_masked else module.DeepEPNormalCombineInput
         y = _masked_experts(sent, group) if is_masked else _experts(sent, group)
         made.combine_a(kind(y, sent.topk_ids, sent.topk_weights))
-    return [bf16_error(made.combine_b(), part, router_weights()) for made, part in zip(dispatchers, parts, strict=True)]
+    outs = [made.combine_b() for made in dispatchers]
+    assert [(out.shape, out.dtype) for out in outs] == [(each.shape, BF16) for each in expected]
+    return relative(outs, expected) if len(x) else [0.0] * len(outs)
+
+
+def _quantize(x: torch.Tensor, group_size: int, **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return sglang_per_token_group_quant_fp8(x, group_size)
 
 
 def _experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
@@ -140,15 +154,17 @@ def _experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
     num_local = NUM_EXPERTS // group.size()
     counts = torch.bincount(sent.topk_ids[sent.topk_ids >= 0], minlength=num_local)
     assert [-(-count // 128) * 128 for count in counts.tolist()] == sent.num_recv_tokens_per_expert
-    experts = expert_weights()[group.rank() * num_local :][:num_local]
-    return sums_of_experts(sent.hidden_states, sent.topk_ids, sent.topk_weights, experts)
+    experts = wide_experts()[group.rank() * num_local :][:num_local]
+    rows = dequantized(sent.hidden_states, sent.hidden_states_scale)
+    return sums_of_experts(rows, sent.topk_ids, sent.topk_weights, experts)
 
 
 def _masked_experts(sent, group: dist.ProcessGroup) -> torch.Tensor:
     """What this rank's experts return for masked rows, without weights; others are undefined."""
     num_local = NUM_EXPERTS // group.size()
-    y = torch.full_like(sent.hidden_states, float("nan"))
+    rows = dequantized(sent.hidden_states, sent.hidden_states_scale)
+    y = torch.full_like(rows, float("nan"))
     for local, count in enumerate(sent.masked_m.tolist()):
-        up, down = (each.to(BF16) for each in expert_weights()[group.rank() * num_local + local])
-        y[local, :count] = torch.nn.functional.gelu(sent.hidden_states[local, :count] @ up.T) @ down.T
+        up, down = wide_experts()[group.rank() * num_local + local]
+        y[local, :count] = torch.nn.functional.gelu(rows[local, :count] @ up.T) @ down.T
     return y

@@ -95,9 +95,10 @@ def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_f
 
 @needs("sglang")
 @pytest.mark.cpu_only
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize("mode", ["NORMAL", "LOW_LATENCY", "AUTO"])
-def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode):
-    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2, mode):
+def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode, is_fp8):
+    for errors in pair[0].run(sglang_jobs.dispatcher_layers, 2, mode, is_fp8=is_fp8):
         if isinstance(errors, str):
             pytest.skip(errors)
         assert len(errors) == (8 if mode == "AUTO" else 3)

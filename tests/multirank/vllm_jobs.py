@@ -17,11 +17,13 @@ from framework_jobs import (
     INNER,
     NUM_EXPERTS,
     NUM_TOPK,
-    expert_weights,
+    dequantized,
     frameworks_on,
     inputs_of,
     router_weights,
     sums_of_experts,
+    wide,
+    wide_experts,
 )
 from frozen_vllm import moe_kernel_quantize_input
 
@@ -143,9 +145,7 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
         x = x[: len(x) if group.rank() == 0 else 0]
         x[:, 0], router[:num_local, 0] = 1, 100
     weights, ids = torch.softmax(x.float() @ router.T, -1).topk(NUM_TOPK)
-    x = torch.cat([x, x.flip(1)], 1)
-    wide = [(torch.cat([up, up.flip(1)], 1) / 2, torch.cat([down, down.flip(0)], 0)) for up, down in expert_weights()]
-    pairs = [tuple(each.to(BF16) for each in pair) for pair in wide]
+    x, pairs = wide(x), wide_experts()
     expert_map = torch.full((NUM_EXPERTS,), -1, dtype=torch.int32)
     expert_map[first : first + num_local] = torch.arange(num_local, dtype=torch.int32)
     plain = dict.fromkeys(
@@ -167,16 +167,10 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
         apply_router_weight_on_input=False,
     )
     if quantized:
-        x = _dequantized(*_quantize(x, None, FP8, per_act_token_quant=False, block_shape=[BLOCK, BLOCK]))
+        x = dequantized(*_quantize(x, None, FP8, per_act_token_quant=False, block_shape=[BLOCK, BLOCK]))
     expected = sums_of_experts(x.float(), ids, weights, [(up.float(), down.float()) for up, down in pairs])
     assert (out.shape, out.dtype) == (expected.shape, BF16)
     return largest_error(out, expected) / float(expected.abs().max()) if len(x) else 0.0
-
-
-def _dequantized(rows: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    if scales is None:
-        return rows
-    return (rows.float() * scales.repeat_interleave(rows.shape[-1] // scales.shape[-1], -1)).to(BF16)
 
 
 def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
@@ -201,7 +195,7 @@ def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
             counts = torch.bincount(local[local >= 0], minlength=len(given["w1"]))
             assert counts.equal(metadata.expert_num_tokens)
             pairs = list(zip(given["w1"], given["w2"], strict=True))
-            rows = _dequantized(hidden_states, given["a1q_scale"])
+            rows = dequantized(hidden_states, given["a1q_scale"])
             output.copy_(sums_of_experts(rows, local, given["topk_weights"], pairs))
 
     class BatchedExperts(StandardExperts):
@@ -220,7 +214,7 @@ def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
 
         def apply(self, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
             rows, counts = (
-                _dequantized(hidden_states, given["a1q_scale"]),
+                dequantized(hidden_states, given["a1q_scale"]),
                 given["expert_tokens_meta"].expert_num_tokens,
             )
             output.fill_(float("nan"))
