@@ -3,9 +3,8 @@
 A round is a file of JSON, PATH followed by its number, for which ranks wait; one that is empty is the last. It has a
 list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank, ``pattern`` and ``tokens`` (TOKENS at most),
 or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. A line has for each case the
-least ms of each call on the slowest rank, and the share of the cores' time that other processes have taken. Noise only
-lengthens calls: they are repeated until each has taken at most NEAR of what is expected, ``calls`` or MOST_CALLS times
-at most.
+least ms of each call on the slowest rank. Noise only lengthens calls: they are repeated until each has taken at most
+NEAR of what is expected, ``calls`` or MOST_CALLS times at most.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 import fusco
-from fusco.bench.harness.stopwatch import CoreTimes
 from fusco.bench.inputs.matrices import make_rank_bytes
 from fusco.bench.inputs.traffic import Trace, Workload
 from fusco.core.environment import RAILS_VARIABLE
@@ -113,22 +111,19 @@ class Rank:
         return [partial(shuffle, system) for system in systems]
 
     def times(self, case: Case) -> dict[str, Any]:
-        """Return the least ms of each call, and what others took; nothing on ranks that have no part in it."""
+        """Return the least ms of each call; nothing on ranks that have no part in it."""
         dist.barrier()
         size = topology_of(case).world_size
         if self.rank >= size:
             return {}
-        before, least = CoreTimes.now(), dict[str, float]()
+        least = dict[str, float]()
         for call in self.calls(case):
             for _ in range(case.get("calls", MOST_CALLS)):
                 took = call()
                 least |= {name: min(ms, least.get(name, ms)) for name, ms in took.items()}
                 if all(least[name] <= NEAR * case["expected"][name] for name in took):
                     break
-        cores = CoreTimes.now().since(before)
-        own_s = torch.tensor(cores.process_s)
-        dist.all_reduce(own_s, group=self.groups[size])
-        return {"ms": least, "others": (cores.busy_s - float(own_s)) / cores.all_s}
+        return {"ms": least}
 
 
 def timed(group: dist.ProcessGroup, function: Callable[[], Any]) -> tuple[float, Any]:
