@@ -174,19 +174,19 @@ def time_over_tokens(folder: Path) -> None:
     figure, (axes, rates) = plt.subplots(1, 2, figsize=(7.2, 3.8), layout="constrained")
     axes.set(xlabel="tokens per rank", ylabel="dispatch + combine, ms", xscale="log", yscale="log")
     rates.set(xlabel="tokens per rank", ylabel="GB/s of a rank, each way", xscale="log", ylim=(0, LINK_GBS * 1.05))
-    points = [each for each in records("gpu-within-node") if each["hidden"] == 7168]
-    for library in ("NCCL", "DeepEP 2.1", "fusco"):
-        for mode, style in (("graph", "o-"), ("back-to-back", "s--")):
-            chosen = [each for each in points if (each["library"], each["mode"]) == (library, mode)]
+    points = [each for each in records("bench-gpu-2h100") if each["part"].startswith("h7168")]
+    for library, names in VARIANTS.items():
+        for (mode, field), style, name in zip(MODES.items(), ("o-", "s--"), names, strict=True):
+            chosen = [each for each in points if each["variant"] == name]
             if chosen:
-                x, y = [each["tokens"] for each in chosen], [each["ms"] for each in chosen]
+                x, y = [each["tokens"] for each in chosen], [each[field] for each in chosen]
                 axes.plot(x, y, style, color=COLORS[library], label=f"{library}, {mode}", markersize=4)
                 gbs = [megabytes(count) / ms for count, ms in zip(x, y, strict=True)]
                 rates.plot(x, gbs, style, color=COLORS[library], markersize=4)
     tokens = sorted({each["tokens"] for each in points})
     axes.plot(tokens, [megabytes(count) / LINK_GBS for count in tokens], ":", color=DARK, label="link at its peak")
     rates.axhline(LINK_GBS, linestyle=":", color=DARK)
-    plain_ticks(axes, tokens, [0.01, 0.1, 1])
+    plain_ticks(axes, tokens, [0.01, 0.1, 1, 10])
     plain_ticks(rates, tokens, [0, 100, 200, 300, 400])
     for each in (axes, rates):
         each.spines[["top", "right"]].set_visible(False)
@@ -206,7 +206,14 @@ def plain_ticks(axes: Axes, x: list[int], y: list[float]) -> None:
     axes.minorticks_off()
 
 
-LINK_GBS = 378.0  # the mean of pulling (369) and pushing (387) by the copy engine, two H200 (docs/performance/cuda.md)
+LINK_GBS = 378.0  # the mean of pulling (370) and pushing (388) by the copy engine, two H100 (docs/performance/cuda.md)
+# Of a library, the variants of ``fusco bench shuffle`` in a graph and in a row; of a mode, the field of a record.
+VARIANTS = {
+    "NCCL": ("", "baseline"),
+    "DeepEP 2.1": ("deep_ep_v2-graph", "deep_ep_v2"),
+    "fusco": ("fusco-graph", "fusco"),
+}
+MODES = {"graph": "total_ms", "in a row": "loop_ms"}
 SHARE_CROSSING = 0.9966  # of tokens with an expert on the other of two ranks: 1 - (1/2)**8, less repeats
 
 
