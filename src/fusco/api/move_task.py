@@ -36,7 +36,7 @@ class RankTransfers:
         steps: MoveSteps,
         rank: int,
         read: Callable[[int, int, int], Iterator[torch.Tensor]],
-        device: torch.device,
+        make_staging: Callable[[int], torch.Tensor],
         num_sms: int | None = None,
     ) -> None:
         """``read(i, begin, end)`` yields the bytes of the expert of transfer ``i``, which this rank has."""
@@ -44,8 +44,7 @@ class RankTransfers:
         self.plan, self.num_steps, self._steps, self._read = steps.plan, steps.num_steps, steps, read
         self._sent = _of_rank(self.plan.src_ranks, self.plan.dst_ranks, rank)
         self._received = _of_rank(self.plan.dst_ranks, self.plan.src_ranks, rank)
-        num_bytes = len(self._received) * self.plan.bytes_per_expert
-        self._staging, self._num_filled = torch.empty(num_bytes, dtype=torch.uint8, device=device), 0
+        self._staging, self._num_filled = make_staging(len(self._received) * self.plan.bytes_per_expert), 0
         self.arrived: dict[int, list[torch.Tensor]] = {i: [] for i in self._received}  # bytes by transfer, in order
 
     def request(self, step: int) -> MoveRequest:

@@ -225,7 +225,7 @@ class ExpertMoves(Exchanges):
             steps = MoveSteps(move.plan, pace.step_bytes)
         fields = {**move.fields, "step_bytes": pace.step_bytes}
         self._agree(CollectiveFingerprint("move_experts", fields))
-        transfers = RankTransfers(steps, rank, move.read, self._validator.device, pace.num_sms)
+        transfers = RankTransfers(steps, rank, move.read, self._engine.staging, pace.num_sms)
         end = partial(self._end_move, partial(move.put, transfers.arrived))
         return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
 
@@ -263,9 +263,8 @@ class ExpertMoves(Exchanges):
         self, name: str, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         """Run all steps of moves; return what has arrived here, by transfer."""
-        transfers = RankTransfers(
-            MoveSteps(moves, fast_step_bytes(moves)), self._validator.rank, read, self._validator.device
-        )
+        steps = MoveSteps(moves, fast_step_bytes(moves))
+        transfers = RankTransfers(steps, self._validator.rank, read, self._engine.staging)
         for step in range(transfers.num_steps):
             request = transfers.request(step)
             self._exchange_step(name, request, is_held=False)

@@ -29,6 +29,7 @@ class Copies:
     placement: ExpertPlacement
     topology: Topology
     places: IntArray  # (R, spare places), the expert of each, -1 for none
+    held: IntArray  # (R, P), the same without copies
 
     @classmethod
     def of(cls, plan: BatchPlan, placement: ExpertPlacement, topology: Topology, spare_places: int) -> Copies:
@@ -39,11 +40,11 @@ class Copies:
                 raise ValueError(f"the plan copies expert {expert}, but there are {placement.num_experts}")
             if expert in held[rank]:
                 raise ValueError(f"the plan copies expert {expert} to rank {rank}, which has it")
-        return cls(plan, placement, topology, places)
+        return cls(plan, placement, topology, places, held)
 
     def moves(self, bytes_per_expert: int) -> MovePlan:
         """Return the transfers to the spare places."""
-        return plan_moves(as_places(self.placement), self.places, bytes_per_expert, self.topology)
+        return plan_moves(self.held, self.places, bytes_per_expert, self.topology)
 
     def moves_home(self, bytes_per_expert: int) -> MovePlan:
         """Return the transfers of gradients, one for each copy, to the homes."""
@@ -54,7 +55,7 @@ class Copies:
 
     def held_place(self, expert: int, rank: int) -> int:
         """Return the place of an expert that a rank has without copies."""
-        return int(np.flatnonzero(as_places(self.placement)[rank] == expert)[0])
+        return int(np.flatnonzero(self.held[rank] == expert)[0])
 
     def place_of(self, i: int) -> int:
         """Return the spare place of copy ``i`` on its rank."""

@@ -315,8 +315,11 @@ class CpuEngine:
 
     def _schedule_tasks(self, rank_schedule: RankSchedule, ends: Sequence[ByteMemory], call: Call) -> list[Task]:
         """Make the tasks of a schedule; ``ends`` are its input and output."""
-        memories = [*ends, *(self._recycler.empty((size,), torch.uint8) for size in rank_schedule.spare_bytes)]
+        memories = [*ends, *map(self.staging, rank_schedule.spare_bytes)]
         return self._exchanges.of_schedule(rank_schedule, memories, call.profile)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return self._recycler.empty((num_bytes,), torch.uint8)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:

@@ -299,6 +299,9 @@ class CudaEngine:
             rounds = MessageRounds(rank_schedule, ends, self._network, copy, self._device)
             return rounds.run(call.profile)
 
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Return when everything has arrived."""
         with self._order.on_stream(Launch()) as cuda_stream:

@@ -355,6 +355,9 @@ class Engine(Protocol[PlanT]):
         The result is the request with its output filled.
         """
 
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for what an all-to-all receives, uint8, uninitialised; on the CPU of earlier calls."""
+
     def stream(self, name: str, send: Mapping[int, Segments], receive: Mapping[int, Segments]) -> None:
         """Send segments to one rank, or receive segments from one; not a collective. ``name`` is for errors."""
 

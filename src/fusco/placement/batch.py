@@ -76,7 +76,9 @@ class BatchPlan:
         cls, rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance, copies: IntArray, *, is_aim_held: bool
     ) -> BatchPlan:
         """Return the plan of copies (C, 3): expert, rank and rows of each."""
-        (experts, ranks, moved), (before, aim) = copies.T, _loads_and_aim(rows, homes, num_ranks, balance)
+        experts, ranks, moved = copies.T
+        before = np.bincount(homes, weights=rows, minlength=num_ranks).astype(np.int64)
+        aim = _aim(int(before.sum()), num_ranks, float(balance.tolerance))
         loads = before + np.bincount(ranks, moved, num_ranks).astype(np.int64)
         loads -= np.bincount(homes[experts], moved, num_ranks).astype(np.int64)
         return cls(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), rows)
@@ -152,27 +154,16 @@ def plan_batch(
     check_integer("ranks_per_node", ranks_per_node, least=1, most=num_ranks)
     if counts.ndim != 1 or counts.shape != homes.shape:
         raise ValueError(f"rows and expert_to_rank need one entry per expert, got {counts.shape} and {homes.shape}")
-    if counts.min(initial=0) < 0:
-        raise ValueError(f"expert {counts.argmin()} has {counts.min()} rows")
-    if homes.size and not 0 <= homes.min() <= homes.max() < num_ranks:
-        wrong = int(np.flatnonzero((homes < 0) | (homes >= num_ranks))[0])
+    copies = np.empty((num_ranks * balance.spare_places, 3), dtype=np.int64)
+    before, loads = np.empty((2, num_ranks), dtype=np.int64)
+    costs = (float(balance.tolerance), float(balance.rows_per_copy))
+    wrong, aim, num_copies, is_aim_held = _plan(counts, homes, ranks_per_node, costs, copies, before, loads)
+    if wrong >= 0 and counts[wrong] < 0:
+        raise ValueError(f"expert {wrong} has {counts[wrong]} rows")
+    if wrong >= 0:
         raise ValueError(f"expert {wrong} is on rank {homes[wrong]}, but there are {num_ranks} ranks")
-    before, aim = _loads_and_aim(counts, homes, num_ranks, balance)
-    order = np.argsort(homes, kind="stable")
-    first = np.searchsorted(homes[order], np.arange(num_ranks + 1))
-    copies, loads = np.empty((num_ranks * balance.spare_places, 3), dtype=np.int64), np.empty_like(before)
-    places, has = np.full(num_ranks, balance.spare_places), np.zeros((0, num_ranks), dtype=np.bool_)
-    givers = Givers(counts, order, first, before, places, has, ranks_per_node, len(copies))
-    num_copies, is_aim_held = plan_copies(givers, aim, float(balance.rows_per_copy), copies, loads)
     experts, ranks, moved = copies[:num_copies].T
     return BatchPlan(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), counts)
-
-
-def _loads_and_aim(rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance) -> tuple[IntArray, int]:
-    """Return the rows of each rank without copies, and those that copies are to leave to the busiest rank."""
-    loads = np.bincount(homes, weights=rows, minlength=num_ranks).astype(np.int64)
-    total = int(loads.sum())
-    return loads, max(-(-total // num_ranks), int(total * (1 + balance.tolerance) / num_ranks))
 
 
 def _limit(loads: IntArray, aim: int, *, is_aim_held: bool) -> Literal["", "places", "copies"]:
@@ -197,6 +188,36 @@ class Givers(NamedTuple):
     has: npt.NDArray[np.bool_]  # (E, R), the copies that exist; (0, R) if there are none
     ranks_per_node: int
     max_new: int  # copies beside those that exist
+
+
+@compiled()
+def _aim(total: int, num_ranks: int, tolerance: float) -> int:
+    return max(-(-total // num_ranks), int(total * (1 + tolerance) / num_ranks))
+
+
+@compiled()
+def _plan(
+    rows: Any, homes: Any, ranks_per_node: int, costs: tuple[float, float], copies: Any, before: Any, loads: Any
+) -> tuple[int, int, int, bool]:
+    """Plan copies, and fill ``before``; return an expert with a wrong entry or -1, the aim, and as ``plan_copies``."""
+    num_ranks, (tolerance, rows_per_copy) = len(before), costs
+    first, order = np.zeros(num_ranks + 1, np.int64), np.empty_like(homes)
+    before[:] = 0
+    for expert in range(len(rows)):
+        if rows[expert] < 0 or not 0 <= homes[expert] < num_ranks:
+            return expert, 0, 0, False
+        before[homes[expert]] += rows[expert]
+        first[homes[expert] + 1] += 1
+    first[:] = np.cumsum(first)
+    filled = first.copy()
+    for expert in range(len(rows)):
+        order[filled[homes[expert]]] = expert
+        filled[homes[expert]] += 1
+    places, has = np.full(num_ranks, len(copies) // num_ranks), np.zeros((0, num_ranks), np.bool_)
+    givers = Givers(rows, order, first, before, places, has, ranks_per_node, len(copies))
+    aim = _aim(before.sum(), num_ranks, tolerance)
+    num_copies, is_aim_held = plan_copies(givers, aim, rows_per_copy, copies, loads)
+    return -1, aim, num_copies, is_aim_held
 
 
 @compiled()
