@@ -18,7 +18,9 @@ from fusco.ranks.local_world import PRELOADED, LocalWorld
 _MODULE_TO_JOBS = {"transformers": "fsdp_*.py", "peft": "fsdp_adapter_jobs.py"}
 collect_ignore_glob = [jobs for module, jobs in _MODULE_TO_JOBS.items() if not importlib.util.find_spec(module)]
 
-PRELOADED.extend(["fsdp_jobs", "compiled_kernels", "frozen"])
+# Transformers imports the code of a model when the first is made, which takes each rank half a second.
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")]
+PRELOADED.extend(["fsdp_jobs", *_MODELS, "compiled_kernels", "frozen"])
 
 SIZES = (8, 6, 4, 2, 1)  # of the groups that tests use
 

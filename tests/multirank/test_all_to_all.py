@@ -93,13 +93,13 @@ def test_a_mistake_is_named_on_all_ranks_and_all_continue(world, mistake, kind, 
 
 @pytest.mark.cpu_only
 def test_without_a_communicator_and_ranks_that_just_exit():
-    with LocalWorld(4, start_method="spawn") as new_world:  # interpreters end as those of a user
-        for outcome in new_world.run(jobs.exchange_by_group, 4):
+    with LocalWorld(2, start_method="spawn") as new_world:  # interpreters end as those of a user
+        for outcome in new_world.run(jobs.exchange_by_group, 2):
             assert outcome.kind == "ValueError"
             assert "not both" in outcome.text
-        for while_open, afterwards in new_world.run(jobs.exchange_by_a_destroyed_group, 4):
+        for while_open, afterwards in new_world.run(jobs.exchange_by_a_destroyed_group, 2):
             assert while_open
             assert len(afterwards) < len(while_open)
         stopped = time.monotonic()
-    assert [process.exitcode for process in new_world.processes] == [0] * 4
+    assert [process.exitcode for process in new_world.processes] == [0] * 2
     assert time.monotonic() - stopped < 10.0

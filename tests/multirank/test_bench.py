@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launching import launch
 from typer.testing import CliRunner
 
 from fusco.cli.main import app
@@ -142,9 +143,6 @@ def wait_until(is_so, limit_s: float) -> bool:
     return is_so()
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco"]
-
-
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -153,10 +151,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
         (["--traffic", "single-node", "--num-experts", "8", "--num-topk", "8"], "8 experts per token do not fit"),
     ],
 )
-def test_ranks_of_a_launched_job_print_an_error_once(options, message):
-    command = [*TORCHRUN, "bench", "shuffle", "--ranks-per-node", "1", *SHAPE, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
+def test_ranks_of_a_launched_job_print_an_error_once(tmp_path, options, message):
+    done = launch(2, "fusco", ["bench", "shuffle", "--ranks-per-node", "1", *SHAPE, *options], tmp_path)
+    assert not done.is_ok
     assert done.stderr.count(message) == 1, done.stderr
 
 
@@ -224,10 +221,9 @@ def test_the_readme_shows_the_example():
 
 
 @pytest.mark.multirank
-def test_the_example_runs():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "examples/moe_layer.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_example_runs(tmp_path):
+    done = launch(4, str(ROOT / "examples" / "moe_layer.py"), [], tmp_path)
+    assert done.is_ok, done.stderr
 
 
 @pytest.mark.multirank

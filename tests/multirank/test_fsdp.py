@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import fsdp_jobs as jobs
 import fsdp_transformers_jobs as transformers_jobs
 from fsdp_models import SEQUENCE, make_model
 from fsdp_runs import LIMIT_S, Run
+from launching import launch
 
 from fusco import StaticRows
 from fusco.fsdp import TorchDispatcher
@@ -373,12 +371,10 @@ def test_experts_that_are_not_distributed(four):
 
 
 @pytest.mark.cpu_only
-def test_the_example_learns():
-    """A whole program, under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_moe.py"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert run.returncode == 0, run.stderr
+def test_the_example_learns(tmp_path):
+    """A whole program, by torchrun's agent."""
+    run = launch(2, str(ROOT / "examples" / "train_moe.py"), [], tmp_path)
+    assert run.is_ok, run.stderr
     losses = [float(line.split()[3]) for line in run.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 20
     assert losses[-1] < losses[0] / 2

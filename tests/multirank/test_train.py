@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'transformers>=5.9'")
 
+from launching import launch
 from train_jobs import second_losses_of, train_until_rows_do_not_arrive, train_with_slow_reports
 
 from fusco.cli.main import app
@@ -104,17 +105,8 @@ def test_ranks_of_torchrun(tmp_path):
     text, out = tmp_path / "text", tmp_path / "train.jsonl"
     text.write_text("to and fro, " * 300)
     more = ["--steps", "6", "--lr", "0.02", "--text", str(text), "--activation-checkpointing", "full"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco", "train", *SMALL]
-    done = subprocess.run(
-        [*command, *more, "--dtype", "bfloat16", "--json", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,  # six interpreters that import PyTorch, on however few cores
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch(2, "fusco", ["train", *SMALL, *more, "--dtype", "bfloat16", "--json", str(out)], tmp_path / "logs")
+    assert done.is_ok, done.stderr
     steps, (run,) = read(out)
     assert run["job"]["num_ranks"] == 2
     assert run["job"]["dtype"] == "bfloat16"

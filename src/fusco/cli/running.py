@@ -203,7 +203,8 @@ def run_on_ranks(
         environment = (
             emulated_network(topology, os.environ, num_devices(device)) if topology and device == "cuda" else None
         )
-        with LocalWorld(num_ranks, device, environment, limit_s) as world, watching(world.store, show):
+        preloaded = [function.__module__]
+        with LocalWorld(num_ranks, device, environment, limit_s, None, preloaded) as world, watching(world.store, show):
             return world.run(function, num_ranks, *arguments, world.store.port)
 
 

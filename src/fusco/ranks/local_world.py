@@ -41,8 +41,9 @@ class LocalWorld:
 
     With ``device="cuda"`` each rank's current device is that of ``choose_gpu``. The processes inherit the environment
     of this one, updated with ``environment[rank]`` before NCCL or CUDA read it. On the CPU they are forked from a
-    process that has imported PyTorch and done nothing else. With CUDA, or ``start_method="spawn"``, they are new
-    interpreters, which take longer to start and end like those of a user.
+    process that has imported PyTorch and, if this is the first world, ``preloaded`` modules, and done nothing else.
+    With CUDA, or ``start_method="spawn"``, they are new interpreters, which take longer to start and end like those of
+    a user.
 
     A function given to ``run`` is called as ``function(group, *args)`` on every rank, where ``group`` has the first
     ``num_ranks`` ranks. It must be importable, its result must pickle, and it must finish within ``limit_s`` seconds.
@@ -57,6 +58,7 @@ class LocalWorld:
         environment: Sequence[Mapping[str, str]] | None = None,
         limit_s: float = 600.0,
         start_method: Literal["forkserver", "spawn"] | None = None,
+        preloaded: Sequence[str] = (),
     ) -> None:
         if environment is not None and len(environment) != world_size:
             raise ValueError(f"{world_size} ranks need an environment each, got {len(environment)}")
@@ -64,7 +66,7 @@ class LocalWorld:
         self.store = new_store()
         context: Any = mp.get_context(start_method or ("spawn" if device == "cuda" else "forkserver"))
         if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
+            context.set_forkserver_preload([*PRELOADED, *preloaded])
         self._pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         try:
