@@ -252,10 +252,11 @@ class Checks:
 
     def require_combine_weights(self, weights: object) -> None:
         """Raise unless ``weights`` are a choice of a combine."""
+        if weights is None or (isinstance(weights, str) and weights == "topk"):
+            return
         if isinstance(weights, torch.Tensor):
             raise TypeError("weights of combine must be 'topk' or None, got a tensor; multiply y by it, and pass None")
-        if weights not in ("topk", None):
-            raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
+        raise ValueError(f"weights of combine must be 'topk' or None, got {weights!r}")
 
     def require_unchanged_weights(self, handle: Handle) -> None:
         """Raise ``ValueError`` if gradients would flow to weights that were changed in place since they were sent."""

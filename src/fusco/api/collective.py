@@ -36,7 +36,7 @@ def run_collective(
     ``ThreadError`` in any thread but the session's owner, the error of an earlier asynchronous call, those of
     ``Session.agree``, and what ``validate``, ``prepare`` or the execution raises.
     """
-    session.access.enter(name, is_for_owner=True)
+    session.access.enter(name)
     try:
         request, rejection = _validated(session, engine, name, validate)
         try:  # a context made from a generator would take some microseconds

@@ -171,12 +171,11 @@ class Communicator(ExpertMoves):
                 that dispatch waits for it and raises the error, on this rank alone: on others it is complete.
             OutputMemoryError: on a rank without memory for its rows, on the CPU; the communicator is broken then.
         """
-        payloads = as_list(x)
-        if made_of := self._quantized("dispatch", payloads, quantize, launch):
-            payloads = made_of.payloads
-        origin = made_of.origin if made_of else None
-        arguments = (payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
-        sent = self._send_with_room(*arguments) if self._grows else self._send(*arguments)
+        payloads, made_of, origin = as_list(x), None, None
+        if quantize is not None and (made_of := self._quantized("dispatch", payloads, quantize, launch)):
+            payloads, origin = made_of.payloads, made_of.origin
+        send = self._send_with_room if self._grows else self._send
+        sent = send(payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
         if made_of:
             sent = made_of.arrived(sent)
         source = made_of.x if made_of else payloads[0]
@@ -212,7 +211,7 @@ class Communicator(ExpertMoves):
             The expert-major rows of each payload, as in ``dispatch``: values and scales of those that are quantised.
         """
         payloads = as_list(x)
-        if made_of := self._quantized("dispatch_again", payloads, quantize, launch, handle):
+        if quantize is not None and (made_of := self._quantized("dispatch_again", payloads, quantize, launch, handle)):
             values, scales = self._move_again(made_of.payloads, handle, launch, made_of.origin)
             return values, made_of.laid_out(scales)[0]
         rows = self._move_again(payloads, handle, launch)
@@ -251,7 +250,7 @@ class Communicator(ExpertMoves):
             nothing.
         """
         (out,) = self._sum("combine", [as_slots(y, handle, 3)], handle, weights, launch)
-        if torch.is_grad_enabled() and (wants_grad(y) or (weights and wants_grad(handle.topk_weights))):
+        if wants_grad(y) or (weights and wants_grad(handle.topk_weights)):
             summed = handle if weights else without_weights(handle)
             out = CombineRows.apply(y, summed.topk_weights, Precomputed(out), summed, self._verbs(launch))  # type: ignore[no-untyped-call]
         return out
@@ -281,12 +280,13 @@ class Communicator(ExpertMoves):
         with self.rejecting():
             given = self._validator.several(ys)
             self._validator_of(handle).require_handle(handle)
-            slots = [as_slots(y, handle) for y in given]
-            rows = [as_matrix(y, handle.num_rows) for y in slots]
+            slots, num_rows = [as_slots(y, handle) for y in given], handle.num_rows
+            rows = [as_matrix(y, num_rows) for y in slots]
         sums = self._sum_all(rows, handle, launch)
-        return tuple(
-            each if y.ndim == 2 else each.view(len(each), *y.shape[1:]) for y, each in zip(slots, sums, strict=True)
-        )
+        for i, y in enumerate(slots):
+            if y.ndim != 2:
+                sums[i] = sums[i].view(len(sums[i]), *y.shape[1:])
+        return tuple(sums)
 
     def _sum_all(self, rows: Sequence[torch.Tensor], handle: Handle, launch: Launch | None) -> list[torch.Tensor]:
         """``combine_all`` of tensors (num_rows, width)."""
@@ -353,12 +353,12 @@ class Communicator(ExpertMoves):
         self,
         verb: str,
         payloads: Sequence[torch.Tensor],
-        quantize: Quantize | None,
+        quantize: Quantize,
         launch: Launch | None,
         handle: Handle | None = None,
     ) -> QuantizedRows | None:
-        """Return the rows of a dispatch as they are sent, if they are quantised."""
-        if quantize is None or self._session.broken:  # then nothing may be launched
+        """Return the rows of a dispatch as they are sent, quantised; ``None`` if nothing may be launched."""
+        if self._session.broken:
             return None
         with self.rejecting(), self._session.access.using(verb):
             return quantized(self._engine.quantizer(), self._validator_of(handle), payloads, quantize, launch, handle)
@@ -367,7 +367,7 @@ class Communicator(ExpertMoves):
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
     ) -> list[torch.Tensor]:
         """``dispatch_again`` without gradients."""
-        if earlier := self._earlier_of(handle):
+        if self._earlier and (earlier := self._earlier_of(handle)):
             return self._in_turn(earlier, "dispatch_again", "_move_again", payloads, handle, launch, origin)
         if (rows := self._repeats.dispatch_again(payloads, handle, launch, origin)) is not None:
             return rows
@@ -383,7 +383,7 @@ class Communicator(ExpertMoves):
         launch: Launch | None,
     ) -> list[torch.Tensor]:
         """``combine`` or ``combine_all`` without gradients."""
-        if earlier := self._earlier_of(handle):
+        if self._earlier and (earlier := self._earlier_of(handle)):
             return self._in_turn(earlier, verb, "_sum", verb, ys, handle, weights, launch)
         if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
             return sums

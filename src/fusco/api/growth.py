@@ -18,8 +18,9 @@ from fusco.api.membership import Membership, release
 from fusco.api.repeats import Repeats
 from fusco.api.validation import Validator
 from fusco.control.fingerprint import GROWTH, CollectiveFingerprint
-from fusco.core.config import Capacity
+from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.errors import ClosedError, GrowthError
+from fusco.engine.quantizer import Origin
 
 _Result = TypeVar("_Result")
 
@@ -69,15 +70,25 @@ class Growing(Membership):
         return self._validator.capacity
 
     def _send(
-        self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, *options: Any
+        self,
+        payloads: Sequence[torch.Tensor],
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        alignment: int,
+        with_weights: bool,  # noqa: FBT001  as ``validate_dispatch``, by position
+        static: StaticRows | None,
+        launch: Launch | None,
+        origin: Origin | None,
     ) -> Dispatched:
-        """``dispatch`` without gradients; ``options`` of ``validate_dispatch``."""
+        """``dispatch`` without gradients."""
         if self._owners.are_chosen:
             topk_idx = self._owners.choose(topk_idx)
-        arguments = (payloads, topk_idx, topk_weights, *options)
-        if sent := self._repeats.dispatch(*arguments):
+        if sent := self._repeats.dispatch(
+            payloads, topk_idx, topk_weights, alignment, with_weights, static, launch, origin
+        ):
             return sent
-        validate = partial(self._validator.validate_dispatch, *arguments)
+        routed = payloads, topk_idx, topk_weights
+        validate = partial(self._validator.validate_dispatch, *routed, alignment, with_weights, static, launch, origin)
         output = run_collective(self._session, self._engine, "dispatch", validate, self._engine.prepare_dispatch)
         plan, rows = output.plan, tuple(output.rows)
         handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))

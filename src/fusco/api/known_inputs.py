@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.movable import bytes_needed, has_memory
+from fusco.core.movable import bytes_needed, has_memory, why_nothing_moves_here
 from fusco.core.recent import Recent
 from fusco.engine.base import KnownCall
 
@@ -23,21 +23,25 @@ _TENSOR_GUARDS: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # 
 class KnownInput(KnownCall):
     """A valid input."""
 
-    # of each tensor, from its first element to the end of its last one: a constant, and as much for each of its rows
-    num_bytes: tuple[tuple[int, int], ...]
+    # of each tensor, from its first element to the end of its last one: a constant, and as much for each of its rows;
+    # then of an element
+    num_bytes: tuple[tuple[int, int, int], ...]
     is_grad_enabled: bool  # whether autograd was on, as it is part of the fingerprint
     guard: Any  # compares tensors with these, if there is such a thing; a nested tensor would end the process
 
-    def is_like(self, tensors: Sequence[Any]) -> bool:
-        """Return whether tensors are like these, with all their memory; false if that is not quickly found out."""
+    def is_like(self, tensors: Sequence[Any], num_rows: int) -> bool:
+        """Return whether tensors are like these, with all their memory; false if that is not quickly found out.
+
+        The guard compares the thread's state, too, such as transforms of torch.func, but for modes that trace.
+        """
         if self.guard is None or self.is_grad_enabled is not torch.is_grad_enabled():
             return False
+        if torch._C._len_torch_dispatch_stack():  # noqa: SLF001  there is no public query
+            return False
         try:
-            for tensor, (needed, of_row) in zip(tensors, self.num_bytes):  # noqa: B905  as many; ``strict`` takes 0.1 us
-                if of_row:
-                    needed += of_row * tensor.size(0)  # noqa: PLW2901
-                end = tensor.storage_offset() * tensor.element_size() + needed
-                if tensor.is_nested or (end > tensor.untyped_storage().nbytes() and needed > 0):
+            for tensor, (least, of_row, of_element) in zip(tensors, self.num_bytes):  # noqa: B905  as many; ``strict`` takes 0.1 us
+                end = tensor.storage_offset() * of_element + least + of_row * num_rows
+                if tensor.is_nested or end > tensor.untyped_storage().nbytes():
                     return False
         except (TypeError, AttributeError, RuntimeError, IndexError):  # no tensor, or one without storage or rows
             return False
@@ -53,11 +57,14 @@ class KnownInputs:
         self._by_key: Recent[tuple[object, ...], KnownInput] = Recent()
         self._latest: Recent[tuple[object, ...], KnownInput] = Recent()  # by options
 
-    def find(self, tensors: Sequence[torch.Tensor], options: tuple[object, ...]) -> KnownInput | None:
+    def find(
+        self, tensors: Sequence[torch.Tensor], options: tuple[object, ...], num_rows: int = 0
+    ) -> KnownInput | None:
         """Return what is known of an input; ``None`` if it is new, or if the memory of a tensor has been freed.
 
-        Anything may be among the ``tensors`` of the input. ``options`` are the verb, the number of tensors, and
-        everything else that validation depends on.
+        ``None``, too, where nothing can be moved. Anything may be among the ``tensors`` of the input. ``options`` are
+        the verb, the number of tensors, and everything else that validation depends on. Inputs of any size have
+        ``num_rows``, which the caller compares.
         """
         if forward_ad._current_level >= 0:  # noqa: SLF001  a tangent shows in nothing that is compared
             return None
@@ -65,8 +72,10 @@ class KnownInputs:
             known = self._latest.get(options)
         except TypeError:  # an option that has no hash is of no valid input
             return None
-        if known is not None and known.is_like(tensors):
+        if known is not None and known.is_like(tensors, num_rows):
             return known
+        if why_nothing_moves_here():
+            return None
         key = self._key_of(tensors, options)
         known = self._by_key.use(key) if key else None
         if known is None or not all(map(has_memory, tensors)):
@@ -81,9 +90,8 @@ class KnownInputs:
         key = self._key_of(tensors, options)
         if key is None or forward_ad._current_level >= 0:  # noqa: SLF001
             return
-        num_bytes = (
-            tuple(map(_bytes_of_rows, tensors)) if self._has_any_rows else tuple((bytes_needed(t), 0) for t in tensors)
-        )
+        of_tensors = map(_bytes_of_rows, tensors) if self._has_any_rows else ((bytes_needed(t), 0) for t in tensors)
+        num_bytes = tuple((*of, t.element_size()) for of, t in zip(of_tensors, tensors, strict=True))
         known = KnownInput(fingerprint, num_bytes, torch.is_grad_enabled(), self._guard_of(tensors))
         self._by_key[key] = self._latest[options] = known
 

@@ -230,7 +230,7 @@ class Membership:
 
     def _agree(self, fingerprint: CollectiveFingerprint, counts: Sequence[int] = ()) -> Sequence[tuple[int, ...]]:
         """Run a collective that does nothing but ``Session.agree``; return the counts of all ranks."""
-        self._session.access.enter(fingerprint.operation, is_for_owner=True)
+        self._session.access.enter(fingerprint.operation)
         try:
             with self._session.collective(fingerprint.operation):
                 return self._session.agree(fingerprint, counts)

@@ -46,6 +46,7 @@ class Owners:
     Attributes:
         placement: the present placement.
         placement_of_all: the same with the experts of ranks that are absent.
+        are_chosen: false if there is nothing to choose by: all ids are those of physical experts.
         batch: chooses the owners of a planned batch, for the next dispatch.
         former: those of earlier members, whose tables CUDA graphs read that live.
     """
@@ -57,6 +58,7 @@ class Owners:
         self.placement = validator.caller_placement or validator.placement
         self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
+        self.are_chosen = False
         self.batch: Callable[[torch.Tensor], torch.Tensor] | None = None  # chooses as the latest plan says
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
@@ -76,18 +78,13 @@ class Owners:
         """True while CUDA graphs live that have captured calls."""
         return self._engine.num_live_graphs() > 0
 
-    @property
-    def are_chosen(self) -> bool:
-        """False if all ids are those of physical experts already."""
-        return self._choice is not None and (
-            self.batch is not None or self._is_always_chosen or not self._tables.is_identity
-        )
-
     def choose(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Return physical experts for ids of a dispatch; a collective if they depend on the counts of all ranks.
 
         What is no valid ``topk_idx`` is returned as it is, for ``dispatch`` to reject.
         """
+        if self.batch is None and not self._is_always_chosen and self._tables.is_identity:
+            return topk_idx
         bounds: Int32Array | torch.Tensor | None = None
         planned, self.batch = self.batch, None
         if not planned and self._tables.needs_counts:
@@ -192,7 +189,7 @@ class Owners:
 
     def _take(self, placement: ExpertPlacement, tables: OwnerTables) -> None:
         if self._choice is None:
-            self._choice = self._engine.owner_choice()
+            self._choice, self.are_chosen = self._engine.owner_choice(), True
         self._choice.place(tables)
         for each in self.former:
             each._follow(placement)  # noqa: SLF001  of this class

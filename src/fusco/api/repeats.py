@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,6 @@ from fusco.api.known_inputs import KnownInput
 from fusco.api.validation import Validator
 from fusco.control.session import Session
 from fusco.core.config import Launch, StaticRows
-from fusco.core.movable import why_nothing_moves_here
 from fusco.engine.base import LateRejection, Plan
 from fusco.engine.quantizer import Origin
 
@@ -104,15 +103,15 @@ class Repeats:
                 session.end_interrupted()
         if known is None or (repeated := known.repeated) is None:
             return None
-        session.access.enter(verb, is_for_owner=True)
+        session.access.enter(verb)
         try:
-            if why_nothing_moves_here() or (result := repeated.outputs(rows, routed, launch)) is None:
+            if (result := repeated.outputs(rows, routed, launch)) is None:
                 return None
-            begin = perf_counter()
+            begin_s = monotonic()
             try:
                 if not session.repeat(verb, repeated.record, handle):
                     return None
-                agreed, plan = perf_counter(), repeated.run(result, rows, routed)
+                agreed_s, plan = monotonic(), repeated.run(result, rows, routed)
                 if not handle:
                     topk_idx, topk_weights, _ = routed
                     result = self._dispatched(plan, result, topk_weights)
@@ -122,7 +121,7 @@ class Repeats:
             except BaseException as error:
                 session.leave(verb, error)
                 raise
-            session.leave_repeated(agreed - begin, perf_counter() - agreed, repeated.count)
+            session.leave_repeated(begin_s, agreed_s, repeated.count)
         finally:
             session.access.leave()
         if rejection:

@@ -24,7 +24,7 @@ def uncompiled(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
 
     @functools.wraps(verb)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
         return verb(*args, **kwargs)
 
@@ -40,6 +40,8 @@ def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
 
     def within_limit(*args: Any, **kwargs: Any) -> Any:
         comm, timeout_s = args[0], kwargs["timeout_s"]
+        if timeout_s is None:
+            return verb(*args, **kwargs)
         with comm.rejecting() if is_collective else nullcontext():
             Settings(timeout_s=timeout_s)  # checks it
         with comm.limit(timeout_s):
@@ -47,8 +49,8 @@ def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
 
     @functools.wraps(verb)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        run = verb if kwargs.get("timeout_s") is None else within_limit
-        if torch.compiler.is_compiling():
+        run = within_limit if "timeout_s" in kwargs else verb
+        if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(run)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
         return run(*args, **kwargs)
 

@@ -102,8 +102,7 @@ class Validator(Checks):
         origin: Origin | None = None,
     ) -> KnownInput | None:
         """Return what is known of these arguments of ``validate_dispatch``; the others are not compared."""
-        tensors, options = _known_by(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
-        return self._known.find(tensors, options)
+        return self._known.find(*_known_by(payloads, topk_idx, topk_weights, alignment, with_weights, origin))
 
     def validate_redispatch(
         self,
@@ -157,7 +156,7 @@ class Validator(Checks):
 
     def several(self, ys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of ``combine_all``, which are not looked at; raise for a wrong number of them."""
-        if isinstance(ys, torch.Tensor) or not isinstance(ys, Iterable):
+        if not isinstance(ys, (list, tuple)) and (isinstance(ys, torch.Tensor) or not isinstance(ys, Iterable)):
             raise TypeError(f"combine_all takes a sequence of tensors, got {type(ys).__name__}")
         tensors = list(ys)
         if not 1 <= len(tensors) <= MAX_PAYLOADS:
@@ -174,8 +173,8 @@ class Validator(Checks):
         if topk_weights is not None and topk_weights.requires_grad:
             self.require_unchanged_weights(handle)
         options = _options_of_combine(verb, ys, topk_weights)
-        if (known := self._known_rows.find(ys, options)) is not None:
-            num_slots = handle.plan.num_slots
+        num_slots = handle.plan.num_slots
+        if (known := self._known_rows.find(ys, options, num_slots)) is not None:
             for y in ys:
                 if y.shape[0] != num_slots:
                     return None
@@ -251,7 +250,7 @@ def _known_by(
     tensors = (*payloads, topk_idx) if topk_weights is None else (*payloads, topk_idx, topk_weights)
     return tensors, (
         "dispatch",
-        len(tensors),
+        topk_weights is None,
         len(payloads),
         type(alignment),
         alignment,

@@ -37,6 +37,7 @@ class RecordExchange:
     """
 
     def __init__(self, memory: NodeMemory, mesh: Mesh, watchdog: Watchdog) -> None:
+        self.written = b""  # the text in this rank's record; a ``RepeatedRecord`` writes one, too
         self._memory, self._mesh, self._watchdog = memory, mesh, watchdog
         self._layout, self._topology = memory.layout, memory.layout.topology
         self._counterpart_to_node = {
@@ -45,7 +46,6 @@ class RecordExchange:
         self._round: RecordRound | None = None
         if self._counterpart_to_node and isinstance(mesh.transport, TcpTransport):
             self._round = RecordRound(memory, mesh.transport.descriptors)
-        self._written = b""  # the text in this rank's record
         self._done_flag, self._record_flag = memory.layout.done_flag, memory.layout.record_flag(memory.node)
 
     def wait_for_peers_done(self, collective: int) -> None:
@@ -89,10 +89,6 @@ class RecordExchange:
         """Return the counts of all ranks, whose records are here; raises as ``Session.agree``."""
         of_ranks = self._memory.counts_of_equal_records(num_counts)
         return self._compare(fingerprint) if of_ranks is None else of_ranks
-
-    def count_as_written(self, text: bytes) -> None:
-        """Note the text in this rank's record, which a ``RepeatedRecord`` has written."""
-        self._written = text
 
     def go_on(self, collective: int, record: RepeatedRecord) -> None:
         """Wait for the records that a ``RepeatedRecord`` misses, and for its own to be sent."""
@@ -172,11 +168,11 @@ class RecordExchange:
         assert RECORD_HEADER_INTS + num_counts <= self._layout.record_ints, (num_counts, self._layout.record_ints)
         numbers = f"{RECORD_HEADER_INTS + num_counts}q"
         struct.pack_into(numbers, memory, 0, *fingerprint.digest, handle, num_counts, len(text), 0, 0, *counts)
-        if text is not self._written:
+        if text is not self.written:
             first_char = self._layout.record_ints * 8
             assert first_char + len(text) <= self._layout.record_bytes, (len(text), self._layout.record_bytes)
             memory[first_char : first_char + len(text)] = text
-            self._written = text
+            self.written = text
 
     def _compare(self, local: CollectiveFingerprint) -> Sequence[tuple[int, ...]]:
         """Raise the difference between the records of all ranks, unless this rank has rejected its input."""

@@ -193,11 +193,13 @@ class RepeatedRecord:
             nodes; ``RECORDS_DIFFER`` if a header is not this rank's, or a count not as expected; ``ALL_EQUAL``, and the
             call is done with it.
         """
-        return int(_publish(self._words, self.progress, number, handle))
+        outcome: int = _publish(self._words, self.progress, number, handle)
+        return outcome
 
     def compare(self, number: int) -> int:
         """Compare a record that has been published, as ``publish`` does."""
-        return int(_compare(self._words, self.progress, number))
+        outcome: int = _compare(self._words, self.progress, number)
+        return outcome
 
 
 def warm_up_repeated_record() -> None:

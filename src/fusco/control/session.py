@@ -83,7 +83,7 @@ class Session:
             return False
         self.sequence_number, self._name, self._repeated = number, name, _UNDER_WAY
         self._watchdog.begin(number, name)
-        self._exchange.count_as_written(record.text)
+        self._exchange.written = record.text
         if outcome == RECORDS_MISSING:
             self._exchange.go_on(number, record)
             self._require_usable(operation)
@@ -96,10 +96,13 @@ class Session:
         self.has_published = False
         self.abandon(f"was interrupted in {self._name}, after it had published its input")
 
-    def leave_repeated(self, planning_s: float, wire_s: float, count: Callable[[CallProfile], None]) -> None:
-        """Leave a collective in which ``repeat`` returned True; ``count`` sets what its profile has besides times."""
-        self._watchdog.end()
-        self._repeated = planning_s, wire_s, count
+    def leave_repeated(self, begin_s: float, agreed_s: float, count: Callable[[CallProfile], None]) -> None:
+        """Leave a collective in which ``repeat`` returned True.
+
+        That was called at ``begin_s`` of ``time.monotonic`` and returned at ``agreed_s``. ``count`` sets what the
+        profile has besides times.
+        """
+        self._repeated = agreed_s - begin_s, self._watchdog.end() - agreed_s, count
         if self.hooks:
             report(self.profile, self.hooks)
 

@@ -106,14 +106,12 @@ class Watchdog(FaultFinder):
 
     def begin(self, collective: int, operation: str) -> None:
         """Note that a collective begins; its name appears in errors and in this rank's status."""
-        self._collective, self._operation = collective, operation
-        self._since_progress = self._status_server.note(collective, operation, "start")
-        self._since_failure = math.inf
-        self._restart_pauses()
+        self._collective, self._operation, self._since_failure = collective, operation, math.inf
+        self._status_server.note(collective, operation, "start")
 
-    def end(self) -> None:
-        """Note that the collective has ended on this rank."""
-        self._status_server.note(self._collective, self._operation, "")
+    def end(self) -> float:
+        """Note that the collective has ended on this rank; return the time."""
+        return self._status_server.note(self._collective, self._operation, "")
 
     def interrupt(self, reason: str) -> None:
         """Make all waits of this rank raise ``ClosedError``, the one under way first."""
@@ -121,11 +119,7 @@ class Watchdog(FaultFinder):
 
     def progress(self) -> None:
         """Note that the wait has made progress, which restarts the limit."""
-        self._since_progress = time.monotonic()
-        self._restart_pauses()
-
-    def _restart_pauses(self) -> None:
-        self._pause_s, self._since_loss = _FIRST_PAUSE_S, math.inf
+        self._since_progress, self._pause_s, self._since_loss = time.monotonic(), _FIRST_PAUSE_S, math.inf
         self._counter_wait.restart()
 
     def wait_until(

@@ -45,7 +45,7 @@ class Access:
         """Return a context for a call that any thread may make while no other thread is inside one."""
         return _Call(self, operation, is_for_owner=False)
 
-    def enter(self, operation: str, *, is_for_owner: bool) -> None:
+    def enter(self, operation: str, is_for_owner: bool = True) -> None:  # noqa: FBT001, FBT002  by name it takes longer
         """Begin a call.
 
         Raises:
@@ -123,7 +123,7 @@ class _Call:
         self._access, self._operation, self._is_for_owner = access, operation, is_for_owner
 
     def __enter__(self) -> None:
-        self._access.enter(self._operation, is_for_owner=self._is_for_owner)
+        self._access.enter(self._operation, self._is_for_owner)
 
     def __exit__(self, *_: object) -> None:
         self._access.leave()

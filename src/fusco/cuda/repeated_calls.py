@@ -122,7 +122,7 @@ class Repeated:
     ) -> None:
         assert calls.order.latest is not None
         self._context, self._order, self._stream = calls.context, calls.order, calls.order.latest
-        self._is_inference, self._launch, self.record = torch.is_inference_mode_enabled(), launch, record
+        self._launch, self.record, self._has_all_sms = launch, record, not launch.num_sms
         self._program: Any = program
         self.run: Callable[..., Any] = program.run
 
@@ -134,10 +134,9 @@ class Repeated:
     def _fits(self, launch: Launch | None) -> bool:
         """Return whether a call with these launch options, now, is the same."""
         return (
-            (not self._launch.num_sms if launch is None else type(launch) is Launch and self._launch == launch)
+            (self._has_all_sms if launch is None else type(launch) is Launch and self._launch == launch)
             and self._order.goes_on(self._stream)
             and self._context.timeline is NO_TIMELINE
-            and torch.is_inference_mode_enabled() is self._is_inference
         )
 
 
@@ -163,7 +162,10 @@ class RepeatedDispatch(Repeated):
         for payload in payloads:
             if payload.data_ptr() % _ALIGNMENT:
                 return None
-        outputs: list[torch.Tensor] | None = self._program.outputs()
+        try:
+            outputs: list[torch.Tensor] | None = self._program.outputs()
+        except RuntimeError:  # of PyTorch; running out of memory is one
+            return None
         return outputs
 
 
@@ -196,5 +198,8 @@ class RepeatedAlongPlan(Repeated):
         program = self._program
         if program.num_rows is None and plan.reported_counts is None and torch.are_deterministic_algorithms_enabled():
             return None  # see ``RepeatedDispatch``
-        outputs: list[torch.Tensor] | None = program.outputs(plan)
+        try:
+            outputs: list[torch.Tensor] | None = program.outputs(plan)
+        except RuntimeError:  # as above
+            return None
         return outputs

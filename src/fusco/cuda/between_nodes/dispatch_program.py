@@ -154,7 +154,7 @@ class InternodeDispatchProgram(DispatchProgram):
             maker.planner,
             programs,
             PlanMemory(sizes.shape, device, maker.spare_limit),
-            {**maker.planner.fields_of(sizes, request.static, stream), "traffic": traffic},
+            maker.planner.fields_of(sizes, request.static, stream),
             num_slots,
             is_static=request.static is not None,
             outputs=Outputs(request.payloads, device),
@@ -164,6 +164,7 @@ class InternodeDispatchProgram(DispatchProgram):
         self.num_early = 0
         self._reference = weakref.ref(self)  # a handle must not keep a communicator's memory
         self._network, self._message_rows, self._stall = maker.network, maker.message_rows, stall
+        self._traffic = traffic
         self._stream, self._events = stream, SpareEvents()
         self._shape, self._row_bytes = request.routing.topk_idx.shape, sum(map(row_bytes, request.payloads))
         sizes_of_forwarding = maker.context.topology.num_nodes, self._shape[0]
@@ -194,20 +195,18 @@ class InternodeDispatchProgram(DispatchProgram):
         ticket, forwarding = self._planner.next_ticket(), self._forwardings.take()
         tables = tables or self._memory.take()
         number = 0 if self.is_static else self._message_rows.ticket
-        event, rows = self._events.take(self._stream) if self.is_static else None, list(map(address_of, payloads))
-        places = list(map(address_of, outputs)) or rows  # no outputs yet: the plan uses no rows
+        event = self._events.take(self._stream) if self.is_static else None
+        rows = *map(address_of, payloads), *map(address_of, outputs or payloads)  # as in ``DispatchProgram``
         values = (
             *(0 if self.is_static else ticket, tables.address, self.num_slots or 0),
             *(topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr(), forwarding.address, number),
-            *(event.cuda_event if event else 0, *rows, *places),
+            *(event.cuda_event if event else 0, *rows),
         )
         is_done = event.query if event else partial(self._planner.is_reported, ticket)
         let_go = partial(self._events.give_back, event) if event else None
         self._network.launch(partial(self._programs[0].launch, *values), self._stall, is_done, let_go)
-        of_plan = self._of_plan
-        plan = InternodePlan(
-            num_slots=self.num_slots or 0, tables=tables, forwarding=forwarding, capture=capture, **of_plan
-        )
+        given = tables, *self._of_plan, self.num_slots or 0, capture
+        plan = InternodePlan(*given, traffic=self._traffic, forwarding=forwarding)
         plan.made_by = self._reference
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,19 +161,16 @@ class InternodeSumProgram(PlanProgram):
     def expect(self, plan: InternodePlan) -> None:
         """Allocate memory for a combine that will probably follow a dispatch: meanwhile the host would only wait."""
         if self._is_small and self.is_of(plan) and torch.is_inference_mode_enabled() is self._is_inference:
-            plan.allocated = self, self._new_memory()
+            with suppress(RuntimeError):  # of PyTorch; running out of memory is one
+                plan.allocated = self, self._new_memory()
 
     def is_of(self, plan: InternodePlan) -> bool:
         """Return whether a plan differs from the one that this was made for in addresses alone."""
         return plan.traffic is self._traffic and shape_of(plan) == self._of_plan
 
-    def _new_memory(self) -> list[torch.Tensor] | None:
-        """Return memory for sums of parts, and for the result; ``None`` if there is not enough."""
-        if (scratch := self._scratch.new_or_none(1)) is None or (
-            out := self._outputs.new_or_none(self.num_tokens)
-        ) is None:
-            return None
-        return [*scratch, *out]
+    def _new_memory(self) -> list[torch.Tensor]:
+        """Return memory for sums of parts, and for the result; ``RuntimeError`` if there is not enough."""
+        return [*self._scratch.new(1), *self._outputs.new(self.num_tokens)]
 
     def outputs_like(self, given: torch.Tensor) -> list[torch.Tensor]:
         """Return memory as ``outputs`` does, but for a result like the given rows."""
@@ -184,8 +182,8 @@ class InternodeSumProgram(PlanProgram):
         if plan.traffic is not self._traffic:
             return None
         allocated, plan.allocated = plan.allocated, None
-        memory: list[torch.Tensor] | None = allocated[1] if allocated and allocated[0] is self else None
-        return memory or self._new_memory()
+        memory: list[torch.Tensor] = allocated[1] if allocated and allocated[0] is self else self._new_memory()
+        return memory
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
         kept = self._kept

@@ -194,16 +194,16 @@ class PlanMemory(Spares[PlanTensors]):
         return [PlanTensors(self._shape, memory, i * size, counts) for i, counts in enumerate(all_counts)]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class PlannedRows:
     """Plan as the kernel fills it. A *source* is a rank of any node, its rows are those of its tokens on this node."""
 
+    tables: PlanAddresses  # the tensors
     # ``world_size + 1`` entries; source ``s`` has rows ``first_row[s]`` to ``first_row[s + 1]``. The tokens of this
     # node's ranks are all there, of other ranks only those that concern this node
     first_row: tuple[int, ...]
     held: tuple[int, ...]  # the sources with rows in this rank's pool; this rank first
     num_topk: int  # experts per token (top-k)
-    tables: PlanAddresses  # the tensors
 
     def at(self, address: Number) -> PlannedRows:
         """Return the same with tensors that begin at another address."""
@@ -266,7 +266,7 @@ def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 def planned_at(first_row: tuple[int, ...], held: tuple[int, ...], shape: PlanShape, address: Number) -> PlannedRows:
     """Return a plan whose tensors begin at an address."""
-    return PlannedRows(first_row=first_row, held=held, num_topk=shape.num_topk, tables=PlanAddresses(shape, address))
+    return PlannedRows(PlanAddresses(shape, address), first_row, held, shape.num_topk)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -36,19 +36,31 @@ def capture_number() -> int:
     return int(number)
 
 
-@dataclass(kw_only=True)
+class CommonFields(NamedTuple):
+    """Fields of ``DevicePlan``, in their order, that all plans of equal calls have in common."""
+
+    first_row: tuple[int, ...]
+    held: tuple[int, ...]
+    num_topk: int
+    rank: int
+    placement: ExpertPlacement
+    rows_per_expert: int | None
+    stream: int
+
+
+@dataclass
 class DevicePlan(PlannedRows):
-    """See ``fusco.engine.base.Plan``."""
+    """See ``fusco.engine.base.Plan``. Programs pass fields by position: by name, that takes twice as long."""
 
     tables: PlanTensors
     rank: int  # the rank that the plan is for
     placement: ExpertPlacement  # the experts of each rank
-    num_slots: int  # rows of the expert-major output; set once the plan is made if they are exact
     rows_per_expert: int | None = None  # slots of each local expert; ``None`` if blocks follow each other
+    stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``
+    num_slots: int = 0  # rows of the expert-major output; set once the plan is made if they are exact
+    capture: int = 0  # number of the capture of the CUDA graph that makes it; 0 if none does
     # int32 rows of each local expert, as bytes; ``None`` unless the host has waited for the plan
     reported_counts: bytes | None = None
-    stream: int = 0  # handle of the stream of all its memory, or ``SEVERAL_STREAMS``
-    capture: int = 0  # number of the capture of the CUDA graph that makes it; 0 if none does
     _by_slot: dict[str, torch.Tensor] = field(default_factory=dict, init=False)  # made so far
 
     @property

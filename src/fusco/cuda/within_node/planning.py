@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from fusco.cuda.kernels.plan import (
     plan_slots,
     planned_at,
 )
-from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
+from fusco.cuda.within_node.device_plan import CommonFields, DevicePlan, capture_number
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
@@ -72,28 +72,20 @@ class DevicePlanner:
         ``num_rows`` are the rows of each source on this node, ``held`` the sources whose rows this rank forwards.
         """
         sizes, static = self.sizes_of(request.routing, num_rows, held), request.static
-        return plan_type(
-            tables=self.new_tables(sizes),
-            num_slots=static.num_slots(sizes.shape.num_local_experts) if static else 0,
-            capture=capture_number(),
-            **self.fields_of(sizes, static, stream),
-        )
+        num_slots = static.num_slots(sizes.shape.num_local_experts) if static else 0
+        fields = self.fields_of(sizes, static, stream)
+        return plan_type(self.new_tables(sizes), *fields, num_slots, capture_number())
 
     def new_tables(self, sizes: PlanSizes) -> PlanTensors:
         """Return memory for a plan alone."""
         return PlanTensors.of(sizes.shape, self._arena.device)
 
-    def fields_of(self, sizes: PlanSizes, static: StaticRows | None, stream: torch.cuda.Stream) -> dict[str, Any]:
+    def fields_of(self, sizes: PlanSizes, static: StaticRows | None, stream: torch.cuda.Stream) -> CommonFields:
         """Return the fields that all plans of these sizes on a stream have in common."""
-        return {
-            "rank": self._arena.rank,
-            "placement": self._placement,
-            "first_row": sizes.first_row,
-            "held": sizes.held,
-            "num_topk": sizes.shape.num_topk,
-            "rows_per_expert": static.rows_per_expert if static else None,
-            "stream": stream.cuda_stream,
-        }
+        first_row, held, shape = sizes
+        rows_per_expert = static.rows_per_expert if static else None
+        whose = self._arena.rank, self._placement
+        return CommonFields(first_row, held, shape.num_topk, *whose, rows_per_expert, stream.cuda_stream)
 
     def launch(
         self,
@@ -139,8 +131,8 @@ class DevicePlanner:
 
     def next_ticket(self) -> int:
         """Return the number of another plan."""
-        self.ticket = ticket_after(self.ticket)
-        return self.ticket
+        self.ticket = number = ticket_after(self.ticket)
+        return number
 
     def is_reported(self, ticket: int) -> bool:
         """Return whether a plan whose size is exact, or a later one, is made."""

@@ -14,7 +14,7 @@ from fusco.core.rows import allocator_of, expert_rows_shape, row_bytes
 from fusco.cuda.kernels.abi import Payload, Value
 from fusco.cuda.kernels.plan import PlanMemory, PlanTensors
 from fusco.cuda.kernels.program import Program
-from fusco.cuda.within_node.device_plan import DevicePlan
+from fusco.cuda.within_node.device_plan import CommonFields, DevicePlan
 from fusco.cuda.within_node.planning import DevicePlanner
 from fusco.engine.base import LateRejection
 
@@ -49,13 +49,6 @@ class Outputs:
                 for shape, strides, dtype in self._rows
             ]
         return list(starmap(self._allocate, self._arguments))
-
-    def new_or_none(self, num_rows: int, rows_per_expert: int | None = None) -> list[torch.Tensor] | None:
-        """Return the same; ``None`` if there is no memory."""
-        try:
-            return self.new(num_rows, rows_per_expert)
-        except RuntimeError:  # of PyTorch; running out of memory is one
-            return None
 
 
 class CallProgram:
@@ -92,7 +85,7 @@ class DispatchProgram(CallProgram):
         planner: DevicePlanner,
         programs: Sequence[Program],
         memory: PlanMemory,
-        of_plan: dict[str, Any],
+        of_plan: CommonFields,
         num_slots: int | None,
         *,
         is_static: bool,
@@ -102,15 +95,11 @@ class DispatchProgram(CallProgram):
         super().__init__(outputs, num_sms)
         self._planner, self._programs, self._memory, self._of_plan = planner, programs, memory, of_plan
         self.num_slots, self.is_static = num_slots, is_static
-
-    def new_tables(self) -> PlanTensors:
-        """Return memory for a plan, mostly one of several made together."""
-        return self._memory.take()
+        self.new_tables = memory.take  # memory for a plan, mostly one of several made together
 
     def outputs(self) -> list[torch.Tensor] | None:
-        """Return memory for the rows, none if that depends on the plan; ``None`` if there is not enough."""
-        rows_per_expert = self._of_plan["rows_per_expert"]
-        return [] if self.num_slots is None else self._outputs.new_or_none(self.num_slots, rows_per_expert)
+        """Return memory for the rows, none if that depends on the plan; ``RuntimeError`` if there is not enough."""
+        return [] if self.num_slots is None else self._outputs.new(self.num_slots, self._of_plan.rows_per_expert)
 
     def run(
         self,
@@ -140,10 +129,10 @@ class DispatchProgram(CallProgram):
         """Launch the plan, and rows if there are outputs; return the plan."""
         ticket, (topk_idx, weights, _), num_slots = self._planner.next_ticket(), routed, self.num_slots or 0
         inputs = topk_idx.data_ptr(), 0 if weights is None else weights.data_ptr()
-        rows = list(map(address_of, payloads))
-        places = list(map(address_of, outputs)) or rows  # no outputs yet: the plan uses no rows
-        self._programs[0].launch(0 if self.is_static else ticket, tables.address, num_slots, *inputs, *rows, *places)
-        return DevicePlan(num_slots=num_slots, tables=tables, capture=capture, **self._of_plan)
+        # Without outputs yet, the plan uses no rows.
+        rows = *map(address_of, payloads), *map(address_of, outputs or payloads)
+        self._programs[0].launch(0 if self.is_static else ticket, tables.address, num_slots, *inputs, *rows)
+        return DevicePlan(tables, *self._of_plan, num_slots, capture)
 
     def launch_rows(
         self,
@@ -194,10 +183,10 @@ class PlanProgram(CallProgram):
         self._program, self.num_rows = program, num_rows
 
     def outputs(self, plan: DevicePlan) -> list[torch.Tensor] | None:
-        """Return memory for the outputs; ``None`` if there is not enough."""
+        """Return memory for the outputs; ``RuntimeError`` if there is not enough."""
         if self.num_rows is not None:
-            return self._outputs.new_or_none(self.num_rows)
-        return self._outputs.new_or_none(plan.num_slots, plan.rows_per_expert)
+            return self._outputs.new(self.num_rows)
+        return self._outputs.new(plan.num_slots, plan.rows_per_expert)
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: DevicePlan) -> None:
         """Launch it, once all ranks agree."""
