@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusco import Capacity, ExpertPlacement
 from fusco.api import known_inputs
@@ -81,6 +83,23 @@ def test_gradients_that_are_off_are_another_input():
     assert finds(inputs, with_gradients)
     with torch.no_grad():
         assert not finds(inputs, with_gradients)
+
+
+def test_nothing_is_known_where_nothing_can_be_moved_and_in_inference_mode():
+    inputs, found = known(), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(finds(inputs, X))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    torch.func.vmap(function)(torch.ones(3))
+    make_fx(function)(torch.ones(3))
+    for context in (FakeTensorMode(), torch.inference_mode()):
+        with context:
+            function(torch.ones(3))
+    assert found == [False] * 5
+    assert finds(inputs, X)
 
 
 def test_tangents_are_not_overlooked():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,19 @@ def test_payloads_are_one_tuple_and_rows_are_the_first(comm):
     assert [payload.tolist() for payload in sent.payloads] == [[[1.0], [1.0], [2.0]], [7, 7, 8]]
     assert sent.rows is sent.payloads[0]
     assert [payload.tolist() for payload in comm.dispatch(values, IDS).payloads] == [[[1.0], [1.0], [2.0]]]
+
+
+def test_results_cannot_be_changed_but_copied_with_other_fields(comm):
+    sent = comm.dispatch(torch.ones(2, 1), IDS)
+    for result in (sent, sent.handle):
+        names = [field.name for field in dataclasses.fields(result)]
+        for name in names:
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(result, name, None)
+        copy = dataclasses.replace(result, **{names[-1]: 7})
+        assert getattr(copy, names[-1]) == 7
+        assert all(getattr(copy, name) is getattr(result, name) for name in names[:-1])
+    assert fusco.Dispatched((IDS,), IDS, None, sent.handle).event is None
 
 
 def test_on_the_cpu_there_is_nothing_to_wait_for(comm):
