@@ -14,7 +14,7 @@ from fsdp_runs import Run, dispatcher_of, mesh_of
 from torch import nn
 
 from fusco import fsdp
-from fusco.fsdp.checks import check_on_all_ranks
+from fusco.fsdp.checks import on_all_ranks
 from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 LIMIT = 5e-6  # of a parameter's largest gradient
@@ -67,7 +67,7 @@ def compare(_: dist.ProcessGroup, kind: str, ways: Sequence[tuple[int, str]] = W
 
 def _on_first_rank(compute: Callable[[], _Alone]) -> _Alone | None:
     """Return a result on rank 0 and nothing on others; an error is raised on all, so that none waits for it."""
-    return check_on_all_ranks(lambda: None if dist.get_rank() else compute(), "cpu")
+    return on_all_ranks(lambda: None if dist.get_rank() else compute())
 
 
 def _parallel_grads(root: type[transformers.PreTrainedModel], dtype: torch.dtype, run: Run) -> Grads:

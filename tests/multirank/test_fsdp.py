@@ -270,8 +270,9 @@ def test_what_cannot_be_parallelized_is_rejected_on_all_ranks_before_anything_ch
         ours, theirs = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
         wrong_group = f"the dispatcher is of ranks {theirs}, but experts are distributed among ranks {ours}"
         assert errors["another group"] == wrong_group
-        rejected = "rank 1 failed; see its error"
-        assert errors["another group on rank 1"] == (wrong_group if rank == 1 else rejected)
+        rejected = "rank 1 failed with "
+        of_rank_1 = "the dispatcher is of ranks [1, 3], but experts are distributed among ranks [0, 1]"
+        assert errors["another group on rank 1"] == (of_rank_1 if rank == 1 else f"{rejected}ValueError: {of_rank_1}")
         assert errors["another formula on rank 1"].startswith(
             "model.layers.1.mlp.experts (Qwen3MoeExperts) computes something else than fusco" if rank == 1 else rejected
         )

@@ -30,9 +30,9 @@ def test_parameters_without_gradients_have_no_state(two, tmp_path, kind):
 def test_checkpoints_of_other_models_are_rejected(two, tmp_path):
     first, second = two.run(jobs.errors, tmp_path)
     nothing = f"{tmp_path}/nothing has no .metadata: no save_checkpoint into it was completed"
-    assert first.pop("of nothing on rank 1") == "rank 1 failed; see its error"
+    assert first.pop("of nothing on rank 1") == f"rank 1 failed with ValueError: {nothing}"
     assert second.pop("of nothing on rank 1") == nothing
-    assert first.pop("without memory on rank 1") == "rank 1 failed; see its error"
+    assert first.pop("without memory on rank 1") == "rank 1 failed with MemoryError: no memory for moments"
     assert second.pop("without memory on rank 1") == "no memory for moments"
     for rank, errors in enumerate((first, second)):
         assert errors.pop("broken") == f"{tmp_path}/{rank}/.metadata cannot be read: EOFError('Ran out of input')"

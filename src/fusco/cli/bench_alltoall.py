@@ -63,7 +63,6 @@ class ExchangeOptions:
         ]
 
 
-@options.with_groups
 def alltoall(
     context: typer.Context,
     *,

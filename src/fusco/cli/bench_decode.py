@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fusco.cli import options
 from fusco.cli.bench_models import ModelOptions, begin_results, describe_shape, print_variants
-from fusco.cli.reports import Column, report, table_of, table_of_cases
+from fusco.cli.reports import Column, case_of, report, table_of_cases, table_of_variants, timed
 from fusco.cli.running import new_console, run_model
 from fusco.cli.tables import conclusion, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
@@ -76,7 +76,6 @@ class DecodeOptions(ModelOptions):
         return job, skipped
 
 
-@options.with_groups
 def decode(
     *,
     place: PlaceOptions,
@@ -107,8 +106,7 @@ def decode(
     report(records, [], console, None, _name)
 
 
-def _case(record: DecodeRecord) -> tuple[int, int]:
-    return record.tokens, record.micro_batches
+_NAMES: tuple[Column, ...] = (("tokens\na rank", "{.tokens}"), ("micro-\nbatches", "{.micro_batches}"))
 
 
 def _name(record: DecodeRecord) -> str:
@@ -132,34 +130,26 @@ def _print(
         "errors: largest of a token, relative to its vector, against a reference with all experts on one rank",
         describe_origin(records[0], job.num_ranks),
     )
-    first = {_case(record): record for record in reversed(records)}
-    fusco_ms = {_case(record): record.tpot_ms for record in records if record.variant == "fusco"}
-
-    def shown(record: DecodeRecord, form: str) -> str:
-        return form.format(record) if record.tpot_ms else "-"
+    case = case_of(_NAMES)
+    fusco_ms = {case(record): record.tpot_ms for record in records if record.variant == "fusco"}
 
     def ratio(record: DecodeRecord) -> str:
-        ms = fusco_ms.get(_case(record))
+        ms = fusco_ms.get(case(record))
         return f"{record.tpot_ms / ms:.2f}" if ms and record.tpot_ms else "-"
 
     columns: tuple[Column, ...] = (
-        ("tokens\na rank", lambda record: f"{record.tokens}" if record is first[_case(record)] else ""),
-        ("micro-\nbatches", lambda record: f"{record.micro_batches}" if record is first[_case(record)] else ""),
-        ("variant", "{.variant}"),
-        ("step\nms", lambda record: shown(record, "{.tpot_ms:,.3f}")),
-        ("p99\nms", lambda record: shown(record, "{.p99_ms:,.3f}")),
-        ("tokens\n/s", lambda record: shown(record, "{.tokens_per_s:,}")),
+        ("step\nms", timed("tpot_ms", "{.tpot_ms:,.3f}")),
+        ("p99\nms", timed("tpot_ms", "{.p99_ms:,.3f}")),
+        ("tokens\n/s", timed("tpot_ms", "{.tokens_per_s:,}")),
         ("this\n/ fusco", ratio),
         ("CUDA\ngraph", lambda record: "yes" if record.is_graph else "no"),
         ("error of\na layer", "{.layer_error:.1e}"),
         ("of a\nstep", "{.step_error:.1e}"),
         ("verified", lambda record: verified_cell(record.verified)),
     )
-    left = ("tokens\na rank", "micro-\nbatches", "variant")
     if explain:
-        console.print(table_of(records, title, columns, notes, left=left, section=_case))
+        console.print(table_of_variants(records, title, _NAMES, columns, notes))
     else:
-        names = ((left[0], "{.tokens}"), (left[1], "{.micro_batches}"))
-        console.print(table_of_cases(records, title, names, "tpot_ms", notes))
+        console.print(table_of_cases(records, title, _NAMES, "tpot_ms", notes))
     print_variants(console, VARIANTS, job.variants, skipped, explain=explain)
     console.print(conclusion(headline(records)), soft_wrap=True)

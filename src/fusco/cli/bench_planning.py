@@ -118,7 +118,7 @@ def balance(
     trace: options.TraceFile = None,
     trace_key: options.TraceKey = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas between them.")] = "8,16,32,64",
-    spare_places: Annotated[int, typer.Option(min=0, max=64, help="Places for copied experts on each rank.")] = 2,
+    spare_places: options.SparePlaces = 2,
     layer: Annotated[int | None, typer.Option(min=0, help="Layer of the trace. Default: all.")] = None,
     num_experts: Annotated[
         int | None, typer.Option(min=1, max=1 << 14, help="Experts. Default: 128, or as many as the trace names.")
@@ -137,7 +137,7 @@ def balance(
     Experts are on consecutive ranks, and the batch is the whole trace. Defaults of bytes and times are those of
     Qwen3-30B-A3B, computed for 50 GB/s and 500 TFLOP/s.
     """
-    sizes = [_number_of_ranks(each) for each in options.choose_names([ranks], [], "ranks")]
+    sizes = options.integers([ranks], "ranks")
     from fusco.bench.balance import Costs, measure_balance  # it takes seconds, and numbers are right now
     from fusco.bench.inputs.traffic import Trace
     from fusco.placement import Balance
@@ -159,12 +159,6 @@ def balance(
     )
     found = f"{last[0].ranks} ranks: the busiest has {before:.2f} times the mean rows, with copies {after:.2f}"
     report(records, [_balance_table(records), conclusion(f"{found}, medians of layers")], console, json, html=html)
-
-
-def _number_of_ranks(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"--ranks has numbers of ranks, got {text!r}")
-    return int(text)
 
 
 def _balance_table(records: Sequence[BalanceRecord]) -> ResultTable:

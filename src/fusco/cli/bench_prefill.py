@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.bench_models import ModelOptions, begin_results, describe_shape, print_variants
-from fusco.cli.reports import Column, compare, least_gain, report, table_of, table_of_cases
+from fusco.cli.reports import Column, case_of, compare, least_gain, report, table_of_cases, table_of_variants, timed
 from fusco.cli.running import new_console, run_model
 from fusco.cli.tables import describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
@@ -47,9 +47,7 @@ class PrefillOptions(ModelOptions):
     balance: Annotated[
         bool, typer.Option("--balance", help="Measure fusco-balanced, too: busy experts are copied for each batch.")
     ] = False
-    spare_places: Annotated[
-        int, typer.Option(min=1, max=64, help="With --balance: places of each rank for copied experts.")
-    ] = 2
+    spare_places: options.SparePlacesOfBatch = 2
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="Dtype of weights and rows. Default: float32, on CUDA bfloat16."),
@@ -81,7 +79,6 @@ class PrefillOptions(ModelOptions):
         return job, skipped
 
 
-@options.with_groups
 def prefill(
     *,
     place: PlaceOptions,
@@ -122,32 +119,22 @@ def prefill(
     report(records, [], console, None, _name)
 
 
-def _timed(form: str) -> Callable[[PrefillRecord], str]:
-    """Return what makes a cell of a time, which only verified variants have."""
-    return lambda record: form.format(record) if record.ttft_ms else "-"
-
-
 _COMPARED = ("baseline", "torch")  # the first of these that has run
+_NAMES: tuple[Column, ...] = (("routing", "{.routing}"), ("batch", "{.batch}"))
+_CASE = case_of(_NAMES)
 _COLUMNS: tuple[Column, ...] = (
-    ("tokens\n/s", _timed("{.tokens_per_s:,}")),
-    ("dispatch\nms", _timed("{.dispatch_ms:,.2f}")),
-    ("combine\nms", _timed("{.combine_ms:,.2f}")),
-    ("share of\nboth", _timed("{.shuffle_share:.1%}")),
+    ("tokens\n/s", timed("ttft_ms", "{.tokens_per_s:,}")),
+    ("dispatch\nms", timed("ttft_ms", "{.dispatch_ms:,.2f}")),
+    ("combine\nms", timed("ttft_ms", "{.combine_ms:,.2f}")),
+    ("share of\nboth", timed("ttft_ms", "{.shuffle_share:.1%}")),
     ("error of\na layer", "{.layer_error:.1e}"),
     ("of\nlogits", "{.logits_error:.1e}"),
     ("verified", lambda record: verified_cell(record.verified)),
 )
 
 
-_NAMES: tuple[Column, ...] = (("routing", "{.routing}"), ("batch", "{.batch}"))
-
-
-def _case(record: PrefillRecord) -> tuple[str, str]:
-    return record.routing, record.batch
-
-
 def _name(record: PrefillRecord) -> str:
-    return f"{record.routing}, {record.batch}, {record.variant}"
+    return f"{_CASE(record)}, {record.variant}"
 
 
 def _print(
@@ -167,26 +154,22 @@ def _print(
         describe_origin(records[0], job.num_ranks, ("torch", "transformers")),
     )
     compared = next((name for name in _COMPARED if name in job.variants), "baseline")
-    compared_ms = {_case(record): record.ttft_ms for record in records if record.variant == compared}
-    first = {_case(record): record for record in reversed(records)}
+    compared_ms = {_CASE(record): record.ttft_ms for record in records if record.variant == compared}
 
     def ratio(record: PrefillRecord) -> str:
-        ms = compared_ms.get(_case(record))
+        ms = compared_ms.get(_CASE(record))
         return f"{ms / record.ttft_ms:.2f}" if ms and record.ttft_ms else "-"
 
     columns: tuple[Column, ...] = (
-        ("routing", lambda record: record.routing if record is first[_case(record)] else ""),
-        ("batch", lambda record: record.batch if record is first[_case(record)] else ""),
-        ("variant", "{.variant}"),
-        ("first token\nms", _timed("{.ttft_ms:,.1f}")),
-        ("p99\nms", _timed("{.p99_ms:,.1f}")),
+        ("first token\nms", timed("ttft_ms", "{.ttft_ms:,.1f}")),
+        ("p99\nms", timed("ttft_ms", "{.p99_ms:,.1f}")),
         (f"{compared}\n/ this", ratio),
+        *_COLUMNS,
     )
     slow = [f"{_name(record)}: {line}" for record in records for line in outliers(record.iterations)]
     if explain:
-        left = ("routing", "batch", "variant")
-        console.print(table_of(records, title, (*columns, *_COLUMNS), notes, left=left, section=_case))
+        console.print(table_of_variants(records, title, _NAMES, columns, notes))
     else:
         console.print(table_of_cases(records, title, _NAMES, "ttft_ms", notes))
     print_variants(console, VARIANTS, job.variants, skipped, slow, explain=explain)
-    console.print(least_gain(compare(records, "ttft_ms", lambda record: ", ".join(_case(record)))), soft_wrap=True)
+    console.print(least_gain(compare(records, "ttft_ms", _CASE)), soft_wrap=True)

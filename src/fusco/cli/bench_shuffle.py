@@ -113,7 +113,6 @@ class ShuffleOptions:
         )
 
 
-@options.with_groups
 def shuffle(
     *,
     place: PlaceOptions,

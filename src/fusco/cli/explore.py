@@ -27,7 +27,6 @@ _SPARE_PLACES = 2
 _OF_PAGE = ("--results", "--out", "--spare-places")  # options that go with results, too
 
 
-@options.with_groups
 def explore(
     context: typer.Context,
     *,
@@ -46,20 +45,16 @@ def explore(
     traffic: options.Pattern = "one-prompt",
     workload: options.WorkloadOptions,
     balancer: options.Balancer = "lanes",
-    spare_places: Annotated[
-        int, typer.Option(min=0, max=64, help="Places for copies of busy experts on each rank.")
-    ] = _SPARE_PLACES,
-    latency_us: Annotated[float, typer.Option(min=0, max=1e9, help="Fixed cost of each stage, in us.")] = 10.0,
-    internode_gbs: Annotated[
-        float, typer.Option(min=1e-6, max=1e6, help="Bandwidth of a rank between nodes, in GB/s.")
-    ] = 50.0,
+    spare_places: options.SparePlaces = _SPARE_PLACES,
+    latency_us: options.LatencyUs = 10.0,
+    internode_gbs: options.InternodeGbs = 50.0,
 ) -> None:
     """Write a page that shows what moves where and why: one HTML file, which needs no network.
 
     Its views: copies avoided, traffic between ranks or nodes, loads of links with each balancer, experts' loads by rank
     and layer, stages over time, a replay; and what records or a simulation have.
     """
-    from fusco.explore import Page
+    from fusco.explore import Page, write_page
     from fusco.explore.records import facts_of as record_facts, record_views, subtitle_of, title_of
     from fusco.explore.wording import plural
     from fusco.placement import Balance
@@ -80,7 +75,7 @@ def explore(
         views += plan_views(planned, balancer, balance, links, layers)
         title = title or f"One dispatch on {plural(nodes, 'node')} of {plural(ranks_per_node, 'rank')}"
         facts, subtitle = facts or facts_of(planned), " ".join([subtitle, describe(planned)]).strip()
-    _write(Page(title=title, subtitle=subtitle, facts=facts, views=views, origin=_origin()), out)
+    write_page(Page(title=title, subtitle=subtitle, facts=facts, views=views, origin=_origin()), out)
     new_console().print(f"wrote {out}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser", soft_wrap=True)
 
 
@@ -182,19 +177,13 @@ def write_records(records: Sequence[DataclassInstance], path: Path | None, more:
     """Write a page of records, as ``--html`` asks for, and of ``more`` views; nothing without a path."""
     if path is None:
         return
-    from fusco.explore import Page
+    from fusco.explore import Page, write_page
     from fusco.explore.records import facts_of as record_facts, record_views, title_of
     from fusco.placement import Balance
 
     lines = json.loads(json.dumps([asdict(record) for record in records]))
     views = [*record_views(lines, Balance(_SPARE_PLACES)), *more]
     page = Page(title=title_of(lines), subtitle="", facts=record_facts(lines), views=views, origin=_origin())
-    _write(page, path)
-
-
-def _write(page: Any, path: Path) -> None:
-    from fusco.explore import write_page
-
     write_page(page, path)
 
 

@@ -50,26 +50,24 @@ EXAMPLES = {
 _OF_A_MACHINE = 1024  # limits from here on say what a machine can hold, and are not shown
 
 
-class _Command(TyperCommand):
-    """A command whose flags are shown without a type."""
-
-    def get_params(self, ctx: Any) -> Any:
-        return _without_types(super().get_params(ctx))
-
-
-class CommandGroup(TyperGroup):
-    """A group of commands whose flags are shown without a type."""
+class _Plain:
+    """A command, or group of them, whose flags are shown without a type."""
 
     def get_params(self, ctx: Any) -> Any:
         """Return the options."""
-        return _without_types(super().get_params(ctx))
+        parameters = super().get_params(ctx)  # type: ignore[misc]  # of typer's class beside this one
+        for each in parameters:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return parameters
 
 
-def _without_types(parameters: Any) -> Any:
-    for each in parameters:
-        if getattr(each, "is_flag", False):
-            each.metavar = ""
-    return parameters
+class _Command(_Plain, TyperCommand):
+    pass
+
+
+class CommandGroup(_Plain, TyperGroup):
+    """A group of commands whose flags are shown without a type."""
 
 
 def add_commands(app: typer.Typer, commands: Sequence[Callable[..., None]], prefix: str = "") -> None:

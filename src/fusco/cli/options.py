@@ -74,6 +74,12 @@ AnyRanksPerNode = Annotated[
     ),
 ]
 Skew = Annotated[float, typer.Option(min=0, max=100, help="Skew of the Zipf matrix; FAST has 0.3 to 0.9.")]
+SparePlaces = Annotated[int, typer.Option(min=0, max=64, help="Places for copies of busy experts on each rank.")]
+SparePlacesOfBatch = Annotated[
+    int, typer.Option(min=1, max=64, help="With --balance: places of each rank for copied experts.")
+]
+LatencyUs = Annotated[float, typer.Option(min=0, max=1e9, help="Fixed cost of each stage, in microseconds.")]
+InternodeGbs = Annotated[float, typer.Option(max=1e6, help="Bandwidth of a rank between nodes, in GB/s.")]
 Draws = Annotated[int, typer.Option(min=1, max=1 << 20, help="Draws for each shape.")]
 RingDepth = Annotated[int, typer.Option(min=2, help="Slots of each ring.")]
 Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Limit of every wait in fusco, in seconds.")]

@@ -11,7 +11,6 @@ from rich.console import Console
 from fusco.bench import names
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
-from fusco.cli.options import with_groups
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable, conclusion, shape_of
 from fusco.core.topology import Topology
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _OF_BOTH, _OF_SHUFFLE = ("--nodes", "--ranks-per-node", "--seed", "--json"), ("--shuffle", "--bytes-per-rank", "--skew")
 
 
-@with_groups
 def plan(
     context: typer.Context,
     *,

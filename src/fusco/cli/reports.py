@@ -101,10 +101,7 @@ def table_of_cases(
     records: Sequence[Any], title: str, names: Sequence[Column], ms: str, notes: Sequence[str] = ()
 ) -> ResultTable:
     """Return a table with a row for each case, which ``names`` tell apart, and a column for each variant's time."""
-
-    def case(record: Any) -> str:
-        return ", ".join(_cell(cell, record) for _, cell in names)
-
+    case = case_of(names)
     gains = {each.name: each.gain for each in compare(records, ms, case)}
 
     def time(variant: str) -> Column:
@@ -122,6 +119,30 @@ def table_of_cases(
         ("verified", lambda of: verified_cell(all(each.is_right for each in of))),
     )
     return table_of(list(_by_case(records, case).values()), title, columns, notes, left=[head for head, _ in names])
+
+
+def table_of_variants(
+    records: Sequence[Any], title: str, names: Sequence[Column], columns: Sequence[Column], notes: Sequence[str] = ()
+) -> ResultTable:
+    """Return a table with a row for each variant of each case, of which ``names`` are in its first row alone."""
+    case = case_of(names)
+    firsts = [of[0] for of in _by_case(records, case).values()]
+
+    def once(head: str, cell: str | Callable[[Any], str]) -> Column:
+        return head, lambda record: _cell(cell, record) if any(record is each for each in firsts) else ""
+
+    shown = (*(once(*name) for name in names), ("variant", "{.variant}"), *columns)
+    return table_of(records, title, shown, notes, left=[*(head for head, _ in names), "variant"], section=case)
+
+
+def case_of(names: Sequence[Column]) -> Callable[[Any], str]:
+    """Return what tells the case of a record, by the cells of ``names``."""
+    return lambda record: ", ".join(_cell(cell, record) for _, cell in names)
+
+
+def timed(ms: str, form: str) -> Callable[[Any], str]:
+    """Return what makes a cell of a figure that only records with a time have, those that are verified."""
+    return lambda record: form.format(record) if getattr(record, ms) else "-"
 
 
 def left_out(skipped: Mapping[str, str], num_slow: int = 0) -> str:

@@ -45,10 +45,8 @@ def schedule(
     ] = None,
     mode: Annotated[ShownMode, typer.Option(help="Mode of the stages to show.")] = "auto",
     ranks_per_node: options.RanksPerNode = 8,
-    latency_us: Annotated[
-        float, typer.Option(min=0, max=1e9, help="Fixed cost of each stage, in microseconds.")
-    ] = 10.0,
-    internode_gbs: Annotated[float, typer.Option(max=1e6, help="Bandwidth of a rank between nodes, in GB/s.")] = 50.0,
+    latency_us: options.LatencyUs = 10.0,
+    internode_gbs: options.InternodeGbs = 50.0,
     json: options.JsonFile = None,
 ) -> None:
     """Split the traffic between nodes into one-to-one stages, and show the senders and receivers of each.

@@ -79,7 +79,6 @@ class FileOptions:
     ] = None
 
 
-@options.with_groups
 def simulate(
     *,
     of: ClusterOptions,

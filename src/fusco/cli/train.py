@@ -14,7 +14,7 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.curve import Curve, draw_curves, write_picture
-from fusco.cli.options import Device, with_groups
+from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, Terminated, absolute, check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import ResultTable, conclusion, describe_origin
 from fusco.cli.train_options import (
@@ -40,7 +40,6 @@ _CURVE_WIDTH = 100  # columns
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
 
 
-@with_groups
 def train(
     *,
     context: typer.Context,

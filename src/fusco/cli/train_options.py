@@ -60,9 +60,7 @@ class RunOptions:
         bool,
         typer.Option("--balance", help="Copy busy experts to spare places for every batch."),
     ] = False
-    spare_places: Annotated[
-        int, typer.Option(min=1, max=64, help="With --balance: places of each rank for copied experts.")
-    ] = 2
+    spare_places: options.SparePlacesOfBatch = 2
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of attention probabilities.")] = 0.0
     dispatcher: Annotated[
         Literal["fusco", "torch", "both"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ class Member:
     host: str
 
 
-class Agreement:
+class Agreement(AbstractContextManager["Agreement"]):
     """The part of one rank in the agreement; the end of a ``with`` gives up its requests.
 
     Errors name ``operation``. In those of ``JOINING`` ranks raise if any fails meanwhile, so that all of them shrink:
@@ -67,9 +68,6 @@ class Agreement:
         self._gone: set[int] = set()  # ranks that do not listen any more
         self._progress_at = self._sent_at = 0.0
         self._asking: set[int] = set()  # ranks that have not answered the latest view yet
-
-    def __enter__(self) -> Agreement:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._liveness.close()

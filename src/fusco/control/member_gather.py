@@ -6,6 +6,7 @@ import hmac
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -159,7 +160,7 @@ class MemberGather:
         )
 
 
-class _Delivery:
+class _Delivery(AbstractContextManager["_Delivery"]):
     """One message to all other members, sent again to those that are awaited: one that has ended does not listen."""
 
     def __init__(self, gather: MemberGather, body: bytes) -> None:
@@ -169,9 +170,6 @@ class _Delivery:
         for rank in range(gather.world_size):
             self._send(rank)
         self._sent_at = time.monotonic()
-
-    def __enter__(self) -> _Delivery:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._requests.close()

@@ -67,7 +67,7 @@ def is_local_failure(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _LOCAL_FAILURES
 
 
-class Requests:
+class Requests(contextlib.AbstractContextManager["Requests"]):
     """Requests under way to servers, in the calling thread: the process may have none left to start.
 
     ``close``, or the end of a ``with``, gives up those that have no answer.
@@ -79,9 +79,6 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._loop)
-
-    def __enter__(self) -> Requests:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import resource
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ class SegmentAddress:
     num_bytes: int
 
 
-class SharedSegment:
+class SharedSegment(AbstractContextManager["SharedSegment"]):
     """A shared-memory segment, mapped by one rank; ``memory`` is its bytes, uint8 (num_bytes,)."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -101,9 +102,6 @@ class SharedSegment:
             os.close(self._fd)
             self._fd = -1
             self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def __enter__(self) -> SharedSegment:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

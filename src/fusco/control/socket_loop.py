@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 READ, WRITE, NOTHING = selectors.EVENT_READ, selectors.EVENT_WRITE, 0
 
@@ -13,7 +13,7 @@ READ, WRITE, NOTHING = selectors.EVENT_READ, selectors.EVENT_WRITE, 0
 Step = Callable[[], int]
 
 
-class SocketLoop:
+class SocketLoop(AbstractContextManager["SocketLoop"]):
     """Calls each socket's step when the socket is ready; ``close``, or the end of a ``with``, closes all sockets."""
 
     def __init__(self) -> None:
@@ -22,12 +22,7 @@ class SocketLoop:
     def __len__(self) -> int:
         return len(self._poll.get_map() or ())
 
-    def __enter__(self) -> SocketLoop:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def add(self, connection: socket.socket, step: Step, events: int = READ) -> None:

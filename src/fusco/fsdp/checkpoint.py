@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fusco.fsdp.checkpoint_writer import METADATA, CheckpointWriter
-from fusco.fsdp.checks import check_on_all_ranks
+from fusco.fsdp.checks import on_all_ranks
 from fusco.fsdp.optimizer_state import (
     drop_state,
     fill_state,
@@ -32,9 +32,7 @@ from fusco.fsdp.optimizer_state import (
     without_empty_groups,
     without_state,
 )
-from fusco.fsdp.shards import device_type_of
 
-_Checked = TypeVar("_Checked")
 # Keyed by parameter name, not by order, so each optimizer state has the layout of its parameter.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -49,7 +47,7 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be written.
     """
-    write_checkpoint(path, _on_all_ranks(lambda: capture_checkpoint(model, optimizer), model))
+    write_checkpoint(path, on_all_ranks(lambda: capture_checkpoint(model, optimizer)))
 
 
 def write_checkpoint(path: str | Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
@@ -81,7 +79,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         return state, _check(Path(path), state)
 
     try:
-        state, unstarted = _on_all_ranks(prepare, model)
+        state, unstarted = on_all_ranks(prepare)
         if optimizer is None:
             _load(path, state)
             set_model_state_dict(model, state["model"])
@@ -132,13 +130,6 @@ def _check(path: Path, state: dict[str, Any]) -> set[str]:
 def _load(path: str | Path, state: dict[str, Any]) -> None:
     with _as_errors(f"{path} cannot be read"):
         load(state, checkpoint_id=path)
-
-
-def _on_all_ranks(check: Callable[[], _Checked], model: nn.Module) -> _Checked:
-    """As ``check_on_all_ranks``; in a process without a group, only here."""
-    if not dist.is_initialized():
-        return check()
-    return check_on_all_ranks(check, device_type_of(next(model.parameters())))
 
 
 @contextmanager

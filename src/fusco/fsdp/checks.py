@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-_Checked = TypeVar("_Checked")
+_Result = TypeVar("_Result")
 
 
-def check_on_all_ranks(check: Callable[[], _Checked], device_type: str) -> _Checked:
-    """Run a check and return its result on this rank; a collective of the default group.
+def on_all_ranks(
+    function: Callable[[], _Result], group: dist.ProcessGroup | None = None, *, of_first: bool = False
+) -> _Result:
+    """Call a function on all ranks and return its result, or that on rank 0; a collective of the group.
 
-    Raises the check's error on this rank; if it fails on other ranks only, ``ValueError`` naming one of them.
+    Raises its error on this rank; if it fails on other ranks only, ``OSError`` or ``ValueError`` naming one of them.
     """
-    checked: _Checked | None = None
-    error: Exception | None = None
+    result, error = None, None
     try:
-        checked = check()
-    except Exception as refusal:  # noqa: BLE001  raised again, once all ranks know
-        error = refusal
-    rejecting = torch.tensor(dist.get_rank() + 1 if error else 0, device=device_type)
-    dist.all_reduce(rejecting, dist.ReduceOp.MAX)
+        result = function()
+    except Exception as failure:  # noqa: BLE001  raised again, once all ranks know
+        error = failure
+    if dist.is_initialized() and (num_ranks := dist.get_world_size(group)) > 1:
+        outcomes: list[Any] = [None] * num_ranks
+        said = f"{type(error).__name__}: {error}" if error else ""
+        dist.all_gather_object(outcomes, (said, isinstance(error, OSError), result if of_first else None), group)
+        failed = [(rank, *outcome[:2]) for rank, outcome in enumerate(outcomes) if outcome[0]]
+        if failed and error is None:
+            rank, text, is_os_error = failed[0]
+            raise (OSError if is_os_error else ValueError)(f"rank {rank} failed with {text}")
+        if of_first and not failed:
+            result = outcomes[0][2]
     if error:
         raise error
-    if rejecting:
-        raise ValueError(f"rank {int(rejecting) - 1} failed; see its error")
-    return cast("_Checked", checked)
+    return cast("_Result", result)
 
 
 def check_parameters(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:

@@ -37,7 +37,6 @@ class Dispatcher(Protocol):
     @property
     def group(self) -> dist.ProcessGroup:
         """Ranks among which experts are distributed: ``EPMesh.ep_group``."""
-        ...
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
@@ -50,11 +49,9 @@ class Dispatcher(Protocol):
             topk_weights: (num_tokens, num_topk), the weights that ``combine`` applies.
             num_experts: a multiple of the number of ranks; each owns a block of consecutive experts.
         """
-        ...
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results (num_rows, hidden) as (num_tokens, hidden), weighted and summed over k."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until all rows have arrived, and raise if some have not; not a collective.
@@ -62,7 +59,6 @@ class Dispatcher(Protocol):
         Call it before anything that cannot be undone, such as a step of the optimizer: if rows of a failed rank are
         missing, the device continues with undefined data.
         """
-        ...
 
 
 @runtime_checkable
@@ -78,7 +74,6 @@ class CopyingDispatcher(Dispatcher, Protocol):
         spare_places: int = 0,
     ) -> Arrival:
         """Send tokens to their experts, or to copies of these, whose blocks follow those of a rank's own experts."""
-        ...
 
     def copy_experts(
         self,
@@ -102,4 +97,3 @@ class CopyingDispatcher(Dispatcher, Protocol):
             all ranks, copies no expert. And the rows of this rank's experts, wherever they are computed, int64
             (num_local_experts,).
         """
-        ...

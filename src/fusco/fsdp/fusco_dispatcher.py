@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ class _OpTicket:
     topk_weights: torch.Tensor
 
 
-class FuscoDispatcher:
+class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
     """Moves rows with a ``Communicator``, made when the first layer of its shape runs and shared by all such layers.
 
     Under a compiler or a dispatch mode (such as selective checkpointing), rows move by the operators
@@ -152,9 +152,6 @@ class FuscoDispatcher:
     def close(self) -> None:
         """Close all communicators; a collective. A second call does nothing."""
         self.__exit__(None, None, None)
-
-    def __enter__(self) -> FuscoDispatcher:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self._is_closed = True

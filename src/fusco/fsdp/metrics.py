@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Protocol
@@ -64,14 +65,12 @@ class MetricWriter(Protocol):
 
     def write(self, metrics: StepMetrics) -> None:
         """Write a step."""
-        ...
 
     def close(self) -> None:
         """Finish what is written."""
-        ...
 
 
-class Metrics:
+class Metrics(AbstractContextManager["Metrics"]):
     """Measures steps of training, and hands each to its writers on rank 0. Use it in a ``with`` block, or ``close``."""
 
     def __init__(
@@ -140,9 +139,6 @@ class Metrics:
         for writer in self._writers:
             writer.close()
         self._writers.clear()
-
-    def __enter__(self) -> Metrics:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

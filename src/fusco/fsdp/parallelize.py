@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
 from fusco.fsdp.adapters import prepare_adapters
-from fusco.fsdp.checks import check_equal_weights, check_on_all_ranks, check_parameters
+from fusco.fsdp.checks import check_equal_weights, check_parameters, on_all_ranks
 from fusco.fsdp.data_parallel import refuse_data_parallel
 from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.expert_adapters import ExpertAdapter
@@ -77,7 +77,7 @@ def parallelize(
             )
         return _check_model(model, mesh, settled)
 
-    found = check_on_all_ranks(check, mesh.device_type)
+    found = on_all_ranks(check)
     check_equal_weights(model, mesh.device_type)
     for number, undistributed in enumerate(found):  # a layer at a time, so that no device has all of them unsharded
         found[number] = experts = _distribute(undistributed, mesh)

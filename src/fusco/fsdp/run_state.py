@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 
 from fusco.core.files import written_beside
 from fusco.fsdp.checkpoint import capture_checkpoint, load_checkpoint, write_checkpoint
+from fusco.fsdp.checks import on_all_ranks
 from fusco.fsdp.random_state import random_state, set_random_state
 from fusco.fsdp.run_folder import begin_step, complete_step, find_latest
 
-_Result = TypeVar("_Result")
 _SHARED = "run.pt"  # the file of what is equal on all ranks
 
 
@@ -32,11 +32,9 @@ class HasState(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of tensors and plain values."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Continue from a state."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +74,7 @@ def save_run(folder: str | Path, step: int, state: RunState, *, keep_last: int |
         ValueError: on all ranks, if a value cannot be saved, or for a negative step or a ``keep_last`` below 1.
     """
     _check_numbers(step, keep_last)
-    return _write(Path(folder), _together(lambda: _capture(step, state), None), keep_last, None)
+    return _write(Path(folder), on_all_ranks(lambda: _capture(step, state)), keep_last)
 
 
 def load_run(folder: str | Path, state: RunState) -> int:
@@ -98,8 +96,8 @@ def load_run(folder: str | Path, state: RunState) -> int:
         ValueError: on all ranks, for another model or optimizer, if only one of both has a scheduler, for other names
             in ``others``, and for any ``others`` on another number of ranks.
     """
-    path = Path(_together(lambda: str(_find_step(Path(folder))), None, of_first=True))
-    shared, mine = _together(lambda: _read(path, state), None)
+    path = Path(on_all_ranks(lambda: str(_find_step(Path(folder))), of_first=True))
+    shared, mine = on_all_ranks(lambda: _read(path, state))
     load_checkpoint(path, state.model, state.optimizer)
     if state.scheduler:
         state.scheduler.load_state_dict(shared["scheduler"])
@@ -125,7 +123,7 @@ def read_others(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
     Returns ``None`` if no step is complete. Raises as ``load_run``, for any other number of ranks, too.
     """
-    found = _together(lambda: str(find_latest(folder) or ""), None, of_first=True)
+    found = on_all_ranks(lambda: str(find_latest(folder) or ""), of_first=True)
     if not found:
         return None
     path = Path(found)
@@ -137,10 +135,10 @@ def read_others(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         others: dict[str, Any] = torch.load(path / _rank_file(_rank()), weights_only=True, map_location="cpu")["others"]
         return others
 
-    return path, _together(read, None)
+    return path, on_all_ranks(read)
 
 
-class AsyncSaver:
+class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves a run while it goes on: ``save`` copies its state to main memory, and a thread writes it.
 
     Use it in a ``with`` block, or call ``close``: both wait for the last save.
@@ -165,7 +163,7 @@ class AsyncSaver:
         """Wait for the save before, copy the state, and begin to write it; a collective, which raises as ``wait``."""
         _check_numbers(step, self._keep_last)
         self.wait()
-        captured = _together(lambda: _copied(_capture(step, self._state)), self._group)
+        captured = on_all_ranks(lambda: _copied(_capture(step, self._state)), self._group)
         self._saving = self._thread.submit(_write, self._folder, captured, self._keep_last, self._group)
 
     def wait(self) -> Path | None:
@@ -188,9 +186,6 @@ class AsyncSaver:
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
-
-    def __enter__(self) -> AsyncSaver:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
@@ -228,9 +223,9 @@ def _copied(captured: _Captured) -> _Captured:
     return _Captured(captured.step, tree_map(copied, captured.tensors), captured.shared, captured.mine)
 
 
-def _write(folder: Path, captured: _Captured, keep_last: int | None, group: dist.ProcessGroup | None) -> Path:
+def _write(folder: Path, captured: _Captured, keep_last: int | None, group: dist.ProcessGroup | None = None) -> Path:
     """Write a step; a collective of the group."""
-    hidden = Path(_together(lambda: str(begin_step(folder)) if _rank() == 0 else "", group, of_first=True))
+    hidden = Path(on_all_ranks(lambda: str(begin_step(folder)) if _rank() == 0 else "", group, of_first=True))
     write_checkpoint(hidden, captured.tensors, group)
 
     def write_parts() -> None:
@@ -238,12 +233,12 @@ def _write(folder: Path, captured: _Captured, keep_last: int | None, group: dist
         if _rank() == 0:
             _write_file(hidden / _SHARED, captured.shared)
 
-    _together(write_parts, group)
+    on_all_ranks(write_parts, group)
 
     def complete() -> str:
         return str(complete_step(hidden, captured.step, keep_last)) if _rank() == 0 else ""
 
-    return Path(_together(complete, group, of_first=True))
+    return Path(on_all_ranks(complete, group, of_first=True))
 
 
 def _find_step(folder: Path) -> Path:
@@ -321,28 +316,3 @@ def _check_numbers(step: int, keep_last: int | None) -> None:
         raise ValueError(f"step must not be negative, got {step}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be positive, got {keep_last}")
-
-
-def _together(function: Callable[[], _Result], group: dist.ProcessGroup | None, *, of_first: bool = False) -> _Result:
-    """Call a function on all ranks and return its result, or that on rank 0; a collective of the group.
-
-    Raises its error on this rank; if it fails on other ranks only, ``OSError`` or ``ValueError`` naming one of them.
-    """
-    result, error = None, None
-    try:
-        result = function()
-    except Exception as failure:  # noqa: BLE001  raised again, once all ranks know
-        error = failure
-    if _num_ranks() > 1:
-        outcomes: list[Any] = [None] * _num_ranks()
-        said = f"{type(error).__name__}: {error}" if error else ""
-        dist.all_gather_object(outcomes, (said, isinstance(error, OSError), result if of_first else None), group)
-        failed = [(rank, *outcome[:2]) for rank, outcome in enumerate(outcomes) if outcome[0]]
-        if failed and error is None:
-            rank, text, is_os_error = failed[0]
-            raise (OSError if is_os_error else ValueError)(f"rank {rank} failed with {text}")
-        if of_first and not failed:
-            result = outcomes[0][2]
-    if error:
-        raise error
-    return result  # type: ignore[return-value]  # of the function, which has not failed

@@ -19,7 +19,7 @@ from fusco.offload.settings import Machine, OffloadSettings, this_machine
 from fusco.offload.shared_links import SharedLinks
 
 
-class Copier:
+class Copier(AbstractContextManager["Copier"]):
     """Copies between one GPU and pinned host memory. ``close`` it, or use it in ``with``; else it closes at exit.
 
     Attributes:
@@ -145,9 +145,6 @@ class Copier:
                 self.links.close()
             self._under_way.clear()
             self._resources.close()
-
-    def __enter__(self) -> Copier:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -26,7 +26,7 @@ _SLICE_S, _PAUSE_S = 0.1, 0.0002  # of a wait in the engine, so that signals are
 _running: set[Endpoint] = set()  # module state: those with a thread live until they are closed
 
 
-class Endpoint:
+class Endpoint(contextlib.AbstractContextManager["Endpoint"]):
     """A worker's access to the rails of its host. It has one thread; ``close`` it, or use it in ``with``.
 
     Attributes:
@@ -196,9 +196,6 @@ class Endpoint:
     def scheduler(self) -> int:
         """Return a scheduler of the engine for a channel of which all rails are connected; for measurements."""
         return int(functions()["scheduler"](self.handle))
-
-    def __enter__(self) -> Endpoint:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
@@ -36,7 +36,7 @@ _LEAVING_S = 20.0
 _STARTING_DESCRIPTORS = 12
 
 
-class LocalWorld:
+class LocalWorld(AbstractContextManager["LocalWorld"]):
     """``world_size`` processes, ranks of one group (gloo, and NCCL for CUDA tensors), each with one compute thread.
 
     With ``device="cuda"`` each rank's current device is that of ``choose_gpu``. The processes inherit the environment
@@ -172,9 +172,6 @@ class LocalWorld:
             if process.is_alive():
                 process.kill()
                 process.join()
-
-    def __enter__(self) -> LocalWorld:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is not None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -34,7 +35,7 @@ class RailCounters:
     received_bytes: int
 
 
-class Testbed:
+class Testbed(AbstractContextManager["Testbed"]):
     """Hosts with rate-limited rails (NICs) on a switch, on this machine; for tests and benchmarks of networks.
 
     Every host is a network namespace with its own host name. Rail r of each host is interface ``rail{r}``, with an
@@ -163,9 +164,6 @@ class Testbed:
         for process in self._processes:
             process.kill()  # also one that the keeper could not see
             process.wait()
-
-    def __enter__(self) -> Testbed:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

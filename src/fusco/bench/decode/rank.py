@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from fusco.bench.decode.records import DecodeRecord, Measured, summarize
 from fusco.bench.decode.step import DecodeStep
 from fusco.bench.harness.capture import captured
 from fusco.bench.harness.model_job import gather, run_cases
-from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.harness.rounds import made, measure_in_turn
 from fusco.bench.harness.stopwatch import RankTimer
 from fusco.bench.prefill.gate import relative_error
 from fusco.bench.prefill.routing import make_routing
@@ -37,24 +37,13 @@ def decode_rank(
     with torch.no_grad(), ExitStack() as stack:
         exchanges = {}
         for name in job.variants:
-            if exchange := _make(name, job, group, stack):
+            if exchange := made(name, partial(make_exchange, name, job, group, stack), is_peer=name == "deep_ep"):
                 exchanges[name] = exchange
         bench = DecodeBench(job, group, DecodeModel(job, group.rank()))
         num_steps = 1 + _NUM_WARM_UPS + job.num_iterations
         return run_cases(
             job.cases, lambda case, on_step: bench.run(case, exchanges, on_step), group, log, progress_port, num_steps
         )
-
-
-def _make(name: str, job: DecodeJob, group: dist.ProcessGroup, stack: ExitStack) -> Exchange | None:
-    """Return a variant; ``None``, with a warning, for one of another library that cannot be set up."""
-    try:
-        return make_exchange(name, job, group, stack)
-    except Exception as error:  # another library may raise anything
-        if name != "deep_ep":
-            raise
-        warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
-        return None
 
 
 @dataclass(frozen=True)

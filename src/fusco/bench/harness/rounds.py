@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
@@ -34,6 +35,17 @@ def measure_in_turn(
             found[name].append(measure(variant))
         advance()
     return {name: measured[num_warm_ups:] for name, measured in found.items()}
+
+
+def made(name: str, make: Callable[[], _Variant], *, is_peer: bool) -> _Variant | None:
+    """Return what ``make`` does; ``None``, with a warning, for a variant of another library that cannot be set up."""
+    try:
+        return make()
+    except Exception as error:  # another library may raise anything
+        if not is_peer:
+            raise
+        warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
+        return None
 
 
 def slowest_median(per_rank: Iterable[Sequence[float]], digits: int = 3) -> float:

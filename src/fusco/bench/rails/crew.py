@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Office:
         self.channels: list[Channel] = []
 
 
-class Crew:
+class Crew(AbstractContextManager["Crew"]):
     """The workers of one measurement. Worker w of a host owns rail w."""
 
     def __init__(self, bed: Testbed, policy: Policy, *, num_rails: int = 0) -> None:
@@ -100,9 +100,6 @@ class Crew:
         """Connect workers: each pair gets a channel, which both have as their next one."""
         for client, server in pairs:
             perform((client, _connect, server.call(_listen)), (server, _accept))
-
-    def __enter__(self) -> Crew:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for member in self._members.values():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from fusco.api.communicator import Communicator
 from fusco.bench.harness.capture import captured
 from fusco.bench.harness.links import DevicePeaks, LinkPeaks, measure_device_links, measure_links
-from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.harness.rounds import made, measure_in_turn
 from fusco.bench.harness.stopwatch import CoreTimes, RankTimer
 from fusco.bench.inputs.traffic import Workload, WorldInput
 from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
@@ -170,11 +171,11 @@ class _Measurement:
 
     def take(self, result: DeviceResult, progress: ProgressReporter) -> DeviceResult:
         """Verify and time every variant, then profile fusco's kernels."""
-        run, shuffles = self._run, dict[str, Shuffle]()
+        run, make, shuffles = self._run, self._factory.make, dict[str, Shuffle]()
         for name in run.variants:
             if name == _FP8:
                 result.errors[name], result.times[name] = self._fp8()
-            elif shuffle := self._make(name):
+            elif shuffle := made(name, partial(make, name, self._workload, self._world), is_peer=name in PEERS):
                 shuffles[name] = shuffle
                 self._compare(name, shuffle, result)
             progress.advance()
@@ -186,16 +187,6 @@ class _Measurement:
             result.kernel_us = _profile_kernels(shuffles["fusco"], self._timer)
         progress.advance()
         return result
-
-    def _make(self, name: str) -> Shuffle | None:
-        """Return a variant; ``None``, with a warning, for one of another library that cannot be set up."""
-        try:
-            return self._factory.make(name, self._workload, self._world)
-        except Exception as error:  # another library may raise anything
-            if name not in PEERS:
-                raise
-            warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
-            return None
 
     def _compare(self, name: str, shuffle: Shuffle, result: DeviceResult) -> None:
         result.errors[name] = verify(shuffle, self._workload, self._world, self._rank, max_spare_rows=1)
