@@ -6,13 +6,13 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from elastic_jobs import leave_and_rejoin
 from fault_jobs import Fate
+from struck_worlds import world_with_victims
 
 from attack import elastic, moves, on_ranks, rails_attacks, saves, shim_attacks, throughput
 from attack.configuration import LARGEST_WORLD, draw
@@ -91,7 +91,7 @@ class Attacks:
         sign = random.choice((signal.SIGKILL, signal.SIGSTOP))
         delay_s = random.choice((random.uniform(0, 0.3), random.uniform(0.3, 4), random.uniform(0.3, 4)))
         survivors = [rank for rank in range(configuration.num_ranks) if rank not in victims]
-        with _world_with_victims(configuration.num_ranks, victims) as world:
+        with world_with_victims(configuration.num_ranks, victims) as world:
             name = (self._seed, "faults", number)
             world.start(on_ranks.work_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
             time.sleep(delay_s)
@@ -113,7 +113,7 @@ class Attacks:
         configuration = draw(random, _FAULT_WORLDS, _TIMEOUT_S)
         victim, delay_s = random.randrange(configuration.num_ranks), random.uniform(0.2, 3)
         survivors = [rank for rank in range(configuration.num_ranks) if rank != victim]
-        with _world_with_victims(configuration.num_ranks, [victim]) as world:
+        with world_with_victims(configuration.num_ranks, [victim]) as world:
             name = (self._seed, "moves", number)
             world.run(moves.warm_up, configuration.num_ranks)
             world.start(moves.move_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
@@ -226,27 +226,6 @@ class Attacks:
             for num_ranks in range(LARGEST_WORLD, 0, -1):
                 self._world.run(on_ranks.no_op, num_ranks)
         return self._world
-
-
-@contextmanager
-def _world_with_victims(num_ranks: int, victims: list[int]) -> Iterator[LocalWorld]:
-    """A world whose victims are killed at the end; all others must exit by themselves and leave no shared memory."""
-    names_before = set(os.listdir("/dev/shm"))
-    world = LocalWorld(num_ranks)
-    try:
-        world.run(on_ranks.no_op, num_ranks)
-        yield world
-    except BaseException:
-        world.kill()
-        raise
-    finally:
-        for victim in victims:
-            world.processes[victim].kill()
-        world.close()
-    exit_codes = {rank: process.exitcode for rank, process in enumerate(world.processes) if rank not in victims}
-    assert set(exit_codes.values()) <= {0}, f"exit codes of survivors: {exit_codes}"
-    left = set(os.listdir("/dev/shm")) - names_before
-    assert not {name for name in left if name.startswith("fusco")}, f"left in /dev/shm: {left}"
 
 
 def _check_fate(fate: Fate, rank: int, victims: list[int], struck_at: float, what: str) -> None:

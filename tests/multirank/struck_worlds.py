@@ -27,6 +27,9 @@ def world_with_victims(num_ranks, victims=(), start_method=None):
     try:
         world.run(no_op, num_ranks)
         yield world
+    except BaseException:
+        world.kill()
+        raise
     finally:
         for victim in victims:
             world.processes[victim].kill()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.bench.harness.environment import Measurement
+from fusco.bench.harness.environment import Measurement, record_of
 from fusco.bench.inputs.traffic import Trace, Workload
 from fusco.core.placement import ExpertPlacement
 from fusco.placement import Balance, plan_batch
@@ -130,16 +130,17 @@ def _measure(trace: Trace, layer: int, homes: IntArray, ranks: int, balance: Bal
         times.append((time.perf_counter() - start) * 1e6)
     most_received = int(np.bincount(plan.ranks, minlength=ranks).max())
     copies_us = most_received * costs.copy_us
-    return BalanceRecord(
+    return record_of(
+        BalanceRecord,
+        plan,
+        balance,
         trace=trace.name,
         layer=layer,
         ranks=ranks,
-        spare_places=balance.spare_places,
         num_tokens=len(ids),
         busiest_over_mean_before=round(plan.busiest_over_mean_before, 4),
         busiest_over_mean_after=round(plan.busiest_over_mean, 4),
         experts_copied_per_rank=round(len(plan.ranks) / ranks, 4),
-        limit=plan.limit,
         bytes_moved=len(plan.ranks) * costs.expert_bytes,
         copy_ms=round(copies_us / 1e3, 4),
         break_even_tokens=plan.break_even_tokens(len(ids), copies_us, costs.row_us),

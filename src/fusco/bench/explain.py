@@ -75,6 +75,9 @@ class PlanRecord:
     balanced_batch: BalancedBatch | None
 
 
+_SUMMED = ("internode_bytes_avoided", "lane_bytes", "intranode_bytes", "metadata_bytes")
+
+
 def explain(workload: Workload, balancer: str, spare_places: int | None = None) -> PlanRecord:
     """Plan a workload for all ranks and return the figures of the plan.
 
@@ -102,10 +105,7 @@ def explain(workload: Workload, balancer: str, spare_places: int | None = None) 
         bound_rows=round(traffic.bound, 1),
         balance={name: balance_of(traffic, traffic.lanes_of(balance(traffic))) for name, balance in BALANCERS.items()},
         internode_bytes=sum(cost.internode_send_bytes for cost in costs),
-        internode_bytes_avoided=sum(cost.internode_bytes_avoided for cost in costs),
-        lane_bytes=sum(cost.lane_bytes for cost in costs),
-        intranode_bytes=sum(cost.intranode_bytes for cost in costs),
-        metadata_bytes=sum(cost.metadata_bytes for cost in costs),
+        **{name: sum(getattr(cost, name) for cost in costs) for name in _SUMMED},
         shared_memory_bytes=memory.shared_bytes,
         private_memory_bytes=memory.private_bytes,
         balanced_batch=None if spare_places is None else balance_batch(workload, spare_places),

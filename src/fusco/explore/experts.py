@@ -10,7 +10,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.explore.views import ExpertsView
 from fusco.explore.wording import plural, ratio
 from fusco.placement import Balance, plan_batch
-from fusco.placement.batch import BatchPlan, IntArray
+from fusco.placement.batch import IntArray
 
 
 def experts_view(
@@ -24,7 +24,8 @@ def experts_view(
     """Plan each layer; ``rows`` has the rows of all ranks for each expert, int64 (E,), of each of ``layers``."""
     homes = np.array(placement.expert_to_rank)
     plans = [plan_batch(of_layer, homes, num_ranks, balance, ranks_per_node) for of_layer in rows]
-    before, after = ([round(each, 4) for each in ratios] for ratios in _ratios(plans))
+    before = [round(plan.busiest_over_mean_before, 4) for plan in plans]
+    after = [round(plan.busiest_over_mean, 4) for plan in plans]
     return ExpertsView(
         **about_experts(before, after, layers, balance.spare_places),
         spare_places=balance.spare_places,
@@ -35,10 +36,6 @@ def experts_view(
         ratio_after=after,
         copies=[len(plan.ranks) for plan in plans],
     )
-
-
-def _ratios(plans: Sequence[BatchPlan]) -> tuple[list[float], list[float]]:
-    return [plan.busiest_over_mean_before for plan in plans], [plan.busiest_over_mean for plan in plans]
 
 
 def about_experts(

@@ -183,12 +183,9 @@ def _balancers(records: Sequence[Record]) -> list[LinksView]:
             BalancerLoads(
                 name=each["balancer"],
                 is_chosen=each["balancer"] == "lanes",
-                sends=[],
-                receives=[],
                 over_bound=each["busiest_ratio"],
                 send_ratio=each["send_ratio"],
                 receive_ratio=each["receive_ratio"],
-                moved_rows=0,
             )
             for each in of
         ]

@@ -136,7 +136,6 @@ def _links(one: Result) -> LinksView | None:
                 over_bound=round(float(of["over_bound"]), 4),
                 send_ratio=round(max(sends, default=0) / bound, 4),
                 receive_ratio=round(max(receives, default=0) / bound, 4),
-                moved_rows=0,
             )
         )
     return links_of(loads, bound, one["ranks_per_node"], one["bytes_per_row"])
@@ -195,7 +194,6 @@ def _timeline(one: Result) -> TimelineView | None:
         kinds=kinds,
         total_us=round(one["makespan_ms"] * 1e3, 3),
         bound_us=round(one["bound_ms"] * 1e3, 3),
-        marks_us=[],
         of_lane=[lanes[span["rank"]] for span in spans],
         of_kind=[kinds.index(span["name"]) for span in spans],
         begin_us=[round(span["start_ms"] * 1e3, 3) for span in spans],
@@ -228,11 +226,6 @@ def _replay(one: Result) -> ReplayView | None:
         num_ends=ends[-1] + 1,
         end_gbs=gbs,
         total_us=round(len(samples["gbs"]) * samples["step_ms"] * 1e3, 3),
-        src=[],
-        dst=[],
-        begin_us=[],
-        end_us=[],
-        gbs=[],
         step_us=samples["step_ms"] * 1e3,
         sends_gbs=rates[0].round(3).tolist(),
         receives_gbs=rates[1].round(3).tolist(),

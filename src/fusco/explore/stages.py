@@ -111,7 +111,4 @@ def _replay(flows: StagedFlows, stages: Stages, ranks_per_node: int, links: Link
         begin_us=flows.begin_us.round(3).tolist(),
         end_us=flows.end_us.round(3).tolist(),
         gbs=[gbs] * len(flows.src),
-        step_us=0.0,
-        sends_gbs=[],
-        receives_gbs=[],
     )

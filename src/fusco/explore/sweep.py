@@ -14,9 +14,12 @@ def sweep_view(results: Sequence[Mapping[str, Any]]) -> SweepView | None:
 
     Results of one system and place on the axis are added: dispatch and combine.
     """
-    axes: tuple[tuple[str, Callable[[Mapping[str, Any]], float]], ...]
-    axes = (("nodes", _nodes), ("tokens a rank", _tokens), ("skew", _skew))
-    axis, of = next(((axis, of) for axis, of in axes if len(set(map(of, results))) > 1), ("", None))
+    axes: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "nodes": lambda result: int(result["nodes"]),
+        "tokens a rank": lambda result: round(result["tokens"] / result["ranks"]),
+        "skew": lambda result: float(result.get("skew") or 0.0),
+    }
+    axis, of = next(((axis, of) for axis, of in axes.items() if len(set(map(of, results))) > 1), ("", None))
     if of is None:
         return None
     places = sorted(set(map(of, results)))
@@ -36,19 +39,6 @@ def sweep_view(results: Sequence[Mapping[str, Any]]) -> SweepView | None:
         places=places,
         series=series,
     )
-
-
-def _nodes(result: Mapping[str, Any]) -> int:
-    return int(result["nodes"])
-
-
-def _tokens(result: Mapping[str, Any]) -> int:
-    tokens: int = round(result["tokens"] / result["ranks"])
-    return tokens
-
-
-def _skew(result: Mapping[str, Any]) -> float:
-    return float(result.get("skew") or 0.0)
 
 
 def _finding(series: Sequence[Series], places: Sequence[float], axis: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,8 +120,6 @@ def matrix_view(dispatch: Dispatch, balancer: str) -> MatrixView:
         bytes_per_row=dispatch.bytes_per_row,
         before=dispatch.copies.tolist(),
         after=traffic.lanes_of(BALANCERS[balancer](traffic)).rank_to_rank.tolist(),
-        ranks_before=[],
-        ranks_after=[],
     )
 
 
@@ -153,7 +152,7 @@ def node_matrix(
     )
 
 
-def _about_matrix(title: str, cells: str) -> dict[str, str]:
+def _about_matrix(title: str, cells: str) -> dict[str, Any]:
     reading = (
         f"Rows between {cells}: senders down, receivers across, totals at the edges, both on one scale. On the left a "
         "copy for each expert, on the right what the plan sends: one for each node."

@@ -52,8 +52,8 @@ class MatrixView(View):
     bytes_per_row: int
     before: list[list[int]]
     after: list[list[int]]
-    ranks_before: list[list[int]]
-    ranks_after: list[list[int]]
+    ranks_before: list[list[int]] = field(default_factory=list)
+    ranks_after: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ class BalancerLoads:
 
     name: str
     is_chosen: bool
-    sends: list[int]
-    receives: list[int]
+    sends: list[int] = field(default_factory=list)
+    receives: list[int] = field(default_factory=list)
     over_bound: float
     send_ratio: float
     receive_ratio: float
-    moved_rows: int
+    moved_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class TimelineView(View):
     kinds: list[str]
     total_us: float
     bound_us: float
-    marks_us: list[float]
+    marks_us: list[float] = field(default_factory=list)
     of_lane: list[int]
     of_kind: list[int]
     begin_us: list[float]
@@ -134,14 +134,14 @@ class ReplayView(View):
     num_ends: int
     end_gbs: float
     total_us: float
-    src: list[int]
-    dst: list[int]
-    begin_us: list[float]
-    end_us: list[float]
-    gbs: list[float]
-    step_us: float
-    sends_gbs: list[list[float]]
-    receives_gbs: list[list[float]]
+    src: list[int] = field(default_factory=list)
+    dst: list[int] = field(default_factory=list)
+    begin_us: list[float] = field(default_factory=list)
+    end_us: list[float] = field(default_factory=list)
+    gbs: list[float] = field(default_factory=list)
+    step_us: float = 0.0
+    sends_gbs: list[list[float]] = field(default_factory=list)
+    receives_gbs: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 from fusco.fsdp.scaled_inputs import scaling_block
+from fusco.fsdp.shards import local_values
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
@@ -92,8 +92,7 @@ class Experts:
 
     def local(self, name: str) -> torch.Tensor:
         """Return a parameter's values for this rank's experts; gradients flow to the parameter."""
-        parameter = getattr(self.module, name)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local_values(getattr(self.module, name))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return all parameters of this rank's experts, and of their adapters, (num_local_experts, ...), by name."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.scaled_inputs import ScaledInputs
+from fusco.fsdp.shards import local_values
 
 _Made = dict[tuple[int, torch.Size, torch.device, bool], torch.Tensor]
 
@@ -220,7 +220,7 @@ def _on_trial(module: nn.Module, made: _Made) -> Iterator[torch.device]:
         try:
             for seed, (name, parameter) in enumerate(kept.items()):
                 if parameter is not None:
-                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    local = local_values(parameter)
                     is_matrix = local.ndim > 1 and not name.endswith("bias")
                     key = (seed, local.shape, device, is_matrix)
                     if key not in made:

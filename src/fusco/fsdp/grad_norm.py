@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fusco.fsdp.resharding import is_whole_copy
-from fusco.fsdp.shards import device_type_of
+from fusco.fsdp.shards import device_type_of, local_values
 
 
 def clip_grad_norm_(
@@ -97,9 +97,7 @@ def _where(parameter: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]
 
 def _local_total(parameters: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the sum of p-th powers of this rank's gradients (their maximum, if p is infinite), in float64."""
-    local = parameters[0]
-    device = local.to_local().device if isinstance(local, DTensor) else local.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=local_values(parameters[0]).device)
     for parameter in parameters:
         grad = _local_grad(parameter)
         if grad is None or not grad.numel():
@@ -111,5 +109,4 @@ def _local_total(parameters: list[torch.Tensor], norm_type: float) -> torch.Tens
 
 @torch.no_grad()
 def _local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    grad = parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return None if parameter.grad is None else local_values(parameter.grad)

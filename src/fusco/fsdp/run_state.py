@@ -73,7 +73,7 @@ def save_run(folder: str | Path, step: int, state: RunState, *, keep_last: int |
         OSError: on all ranks, if one of them cannot write.
         ValueError: on all ranks, if a value cannot be saved, or for a negative step or a ``keep_last`` below 1.
     """
-    _check_numbers(step, keep_last)
+    check_numbers(step, keep_last)
     return _write(Path(folder), on_all_ranks(lambda: _capture(step, state)), keep_last)
 
 
@@ -152,7 +152,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         ``timeout_s`` is the limit of a save. Ranks agree over a gloo group of their own, so that the collectives of the
         run, on any backend, are not disturbed.
         """
-        _check_numbers(0, keep_last)
+        check_numbers(0, keep_last)
         self._folder, self._state, self._keep_last = Path(folder), state, keep_last
         self._timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if _num_ranks() > 1 else None
@@ -161,7 +161,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
     def save(self, step: int) -> None:
         """Wait for the save before, copy the state, and begin to write it; a collective, which raises as ``wait``."""
-        _check_numbers(step, self._keep_last)
+        check_numbers(step, self._keep_last)
         self.wait()
         captured = on_all_ranks(lambda: _copied(_capture(step, self._state)), self._group)
         self._saving = self._thread.submit(_write, self._folder, captured, self._keep_last, self._group)
@@ -311,7 +311,8 @@ def _num_ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _check_numbers(step: int, keep_last: int | None) -> None:
+def check_numbers(step: int, keep_last: int | None) -> None:
+    """Raise ``ValueError`` for a negative step, or no step to keep."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if keep_last is not None and keep_last < 1:

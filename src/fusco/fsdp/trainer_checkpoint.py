@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fusco.fsdp.random_state import random_state, set_random_state
-from fusco.fsdp.run_state import HasState, RunState, load_run, read_others, save_run
+from fusco.fsdp.run_state import HasState, RunState, check_numbers, load_run, read_others, save_run
 
 _STATE = "trainer_state.json"  # the file in which Trainer looks for its position
 _LOADS = ("_load_from_checkpoint", "_load_rng_state")  # methods of Trainer (transformers 5.23) for its own files
@@ -41,8 +41,7 @@ class TrainerCheckpoint:
         """
         if every < 1:
             raise ValueError(f"every must be positive, got {every}")
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be positive, got {keep_last}")
+        check_numbers(0, keep_last)
         self.folder, self.every, self.keep_last = Path(folder), every, keep_last
         self._trainer: Any = None  # while it trains
         self._resumed: Path | None = None  # the folder of the step that it continues from

@@ -29,7 +29,7 @@ from fusco.core.c_library import compile_c, load, sources_of
 from fusco.core.cache import CacheFolder
 from fusco.core.errors import SharedMemoryError, TransportError, reason_of
 from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy
+from fusco.rails.policy import Policy, policy_named
 from fusco.rails.rail import MAX_RAILS, Rail
 
 NAME_BYTES, SECRET_BYTES = 16, 32  # of a channel's name, and of an address's secret
@@ -164,16 +164,24 @@ def ask(name: str, *arguments: Any) -> Any:
 
 
 def texts_of(
-    worker: int | None, rails: Sequence[Rail], policy: Policy, limits: Limits, timeout_s: float, board: Path | None
+    worker: int | None,
+    rails: Sequence[Rail],
+    policy: str | Policy,
+    limits: Limits,
+    timeout_s: float,
+    board: Path | None,
 ) -> dict[str, str]:
-    """Return a configuration of the engine, by field of ``Config``; raises ``ValueError`` for limits that it lacks."""
+    """Return a configuration of the engine, by field of ``Config``.
+
+    Raises ``ValueError`` for limits that it lacks, and for the name of no policy.
+    """
     if (most := max(limits.direct_depth, limits.borrowed_per_rail)) > _MAX_DEPTH:
         raise ValueError(f"at most {_MAX_DEPTH} chunks may be outstanding on a rail, the limits say {most}")
     texts = {
         "worker": worker,
         "rails": ";".join(map(_describe, rails)),
         "limits": ",".join(f"{name}={value}" for name, value in vars(limits).items()),
-        "policy": policy.to_text(),
+        "policy": (policy if isinstance(policy, Policy) else policy_named(policy)).to_text(),
         "timeout_s": min(timeout_s, _LONGEST_S),
         "board": board,
     }

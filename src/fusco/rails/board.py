@@ -43,9 +43,9 @@ class NamedRail:
     bits_per_s: int  # its speed; 0 if unknown
 
 
-def default_path(network: int = 0) -> Path:
-    """Return the pattern of this user's board in a network namespace, by inode, by default this one."""
-    return board_pattern("rails", network or os.stat("/proc/self/ns/net").st_ino)
+def default_path() -> Path:
+    """Return the pattern of this user's board in this network namespace."""
+    return board_pattern("rails", os.stat("/proc/self/ns/net").st_ino)
 
 
 class _Board(ctypes.Structure):

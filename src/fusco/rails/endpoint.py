@@ -17,7 +17,7 @@ from fusco.rails.address import Address
 from fusco.rails.binding import NAME_BYTES, SECRET_BYTES, ChannelState, Config, Peer, Progress, ask, functions, texts_of
 from fusco.rails.channel import CLOSING_S, Channel
 from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy, policy_named
+from fusco.rails.policy import Policy
 from fusco.rails.rail import MAX_RAILS, Rail, check_rails
 
 _SPREAD_S = 0.25  # after the first rail of a new channel, the others get this long before `connect` returns
@@ -70,10 +70,9 @@ class Endpoint(contextlib.AbstractContextManager["Endpoint"]):
         if not any(worker in rail.owners for rail in self.rails):
             owners = ", ".join(f"{rail.interface}: {rail.owners}" for rail in self.rails)
             raise ValueError(f"worker {worker} owns none of the rails; their owners are {owners}")
-        chosen = policy if isinstance(policy, Policy) else policy_named(policy)
         self.timeout_s, self.is_polled = timeout_s, is_polled
         self.failure: Exception | None = None  # of an endpoint that was closed or has failed
-        texts = texts_of(worker, self.rails, chosen, self.limits, timeout_s, board)
+        texts = texts_of(worker, self.rails, policy, self.limits, timeout_s, board)
         config = Config(**{name: os.fsencode(text) for name, text in texts.items()})
         self.handle: int | None = ask("open", ctypes.byref(config), is_polled)
         self._pid, self._progress = os.getpid(), Progress.from_address(self.handle)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusco.rails.binding import library_path, texts_of
 from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy, policy_named
+from fusco.rails.policy import Policy
 from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 
 # A channel of NCCL has 8 chunks under way, in both directions at once not enough for more than one rail: 4 rails had
@@ -51,21 +51,7 @@ def nccl_plugin(
     if rails is None:
         num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
         rails = configured_rails(num_workers) or discover_rails(None, num_workers)
-    return environment_of_plugin(rails, worker=worker, policy=policy, limits=limits, board=board, timeout_s=timeout_s)
-
-
-def environment_of_plugin(
-    rails: Sequence[Rail],
-    *,
-    worker: int | None,
-    policy: str | Policy,
-    limits: Limits | None,
-    board: Path | None,
-    timeout_s: float = 60.0,
-) -> dict[str, str]:
-    """Return what ``nccl_plugin`` returns, without looking at this host and its NCCL."""
     rails, limits, library = check_rails(rails), limits or Limits(), library_path()
-    policy = policy if isinstance(policy, Policy) else policy_named(policy)
     num_channels = str(max(2, min(_MOST_CHANNELS, len(rails))))
     texts = texts_of(worker, rails, policy, limits, timeout_s, board)
     return {

@@ -10,7 +10,7 @@ from socket import create_connection, create_server
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
-_LOOPBACK, _LIMIT_S = "127.0.0.1", 5.0
+_LOOPBACK, _LIMIT_S, _POLL_S = "127.0.0.1", 5.0, 0.1
 _KEY, _TOTAL_KEY, _NOTE_KEY = "fusco/progress", "fusco/progress/total", "fusco/progress/note"
 
 
@@ -51,8 +51,8 @@ def new_store() -> TCPStore:
 
 
 @contextmanager
-def watching(store: TCPStore, on_progress: Callable[[int, int, str], None], seconds: float = 0.1) -> Iterator[None]:
-    """Call ``on_progress`` every ``seconds`` from a separate thread.
+def watching(store: TCPStore, on_progress: Callable[[int, int, str], None]) -> Iterator[None]:
+    """Call ``on_progress`` every tenth of a second from a separate thread.
 
     It is given the number of finished steps, that of all, and a note; until ranks report, 0 of 0 without a note.
     """
@@ -64,7 +64,7 @@ def watching(store: TCPStore, on_progress: Callable[[int, int, str], None], seco
         on_progress(num_done, int(total or 0), note)
 
     def poll() -> None:
-        while not stop.wait(seconds):
+        while not stop.wait(_POLL_S):
             report()
 
     thread = threading.Thread(target=poll, daemon=True)

@@ -17,7 +17,7 @@ import pytest
 from fusco.bench.rails.plugin import Plugin, PluginChannel
 from fusco.rails import Address, Endpoint, Limits, Rail, binding
 from fusco.rails.binding import library_path
-from fusco.rails.nccl import environment_of_plugin
+from fusco.rails.nccl import nccl_plugin
 
 RAILS = [Rail("lo", f"127.0.0.{i + 1}", (i,)) for i in range(3)]
 LIMITS = Limits(chunk_bytes=64 * 1024, no_rail_s=1.0)
@@ -33,7 +33,7 @@ def message(number, size):
 
 @contextmanager
 def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
-    chosen = environment_of_plugin(
+    chosen = nccl_plugin(
         rails, **{"worker": 1, "policy": "fuselink", "limits": LIMITS, "board": tmp_path / name, **options}
     )
     with pytest.MonkeyPatch.context() as patch:

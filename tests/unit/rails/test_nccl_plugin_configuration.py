@@ -19,7 +19,7 @@ from fusco.core.errors import CompileError
 from fusco.rails import Limits, Rail, nccl_plugin
 from fusco.rails.binding import library_path
 from fusco.rails.board import Board
-from fusco.rails.nccl import environment_of_plugin, why_not_nccl
+from fusco.rails.nccl import why_not_nccl
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,7 @@ from fusco.rails.nccl import environment_of_plugin, why_not_nccl
     ],
 )
 def test_a_configuration_that_cannot_be(tmp_path, monkeypatch, name, value, text):
-    for key, given in environment_of_plugin(
-        RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b"
-    ).items():
+    for key, given in nccl_plugin(RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b").items():
         monkeypatch.setenv(key, given)
     monkeypatch.setenv(name, value)
     with pytest.raises(PluginError, match=text) as error:
@@ -86,7 +84,7 @@ def test_the_environment_that_nccl_needs(monkeypatch):
     assert chosen["NCCL_SOCKET_IFNAME"] == "=eth0,eth1"
     more = [Rail("eth0", f"10.0.0.{i}", (i,)) for i in range(1, 11)]
     for given, channels in ((rails, "2"), (more[:4], "4"), (more, "8")):
-        variables = environment_of_plugin(given, worker=None, policy="direct", limits=None, board=None)
+        variables = nccl_plugin(given, worker=None, policy="direct", limits=None, board=None)
         assert variables["NCCL_NCHANNELS_PER_NET_PEER"] == variables["NCCL_MIN_P2P_NCHANNELS"] == channels
     assert chosen["FUSCO_NCCL_RAILS"] == "eth0,10.0.0.1,10000000000,0+2;eth1,10.0.1.1,0,1+3"
     assert (chosen["FUSCO_NCCL_WORKER"], chosen["FUSCO_NCCL_BOARD"]) == ("2", "/dev/shm/b")
@@ -101,7 +99,7 @@ def test_the_environment_that_nccl_needs(monkeypatch):
 
 
 def test_a_bad_local_rank_matters_only_without_a_worker(tmp_path, monkeypatch):
-    chosen = environment_of_plugin(RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b")
+    chosen = nccl_plugin(RAILS, worker=1, policy="direct", limits=None, board=tmp_path / "b")
     for key, given in {**chosen, "LOCAL_RANK": "first"}.items():
         monkeypatch.setenv(key, given)
     Plugin(str(library_path())).finalize()

@@ -47,7 +47,7 @@ from fusco.bench.rails.plugin import REMOTE_ERROR, PluginChannel, PluginError
 from fusco.rails import Limits
 from fusco.rails.binding import library_path
 from fusco.rails.board import Board
-from fusco.rails.nccl import environment_of_plugin
+from fusco.rails.nccl import nccl_plugin
 
 PEER = """
 import os, sys, time
@@ -66,7 +66,7 @@ while time.monotonic() < end:
 
 
 def test_a_killed_peer_and_what_it_leaves(tmp_path):
-    theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
+    theirs = nccl_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
     theirs["NCCL_NET_PLUGIN"] = str(library_path())
     with started(tmp_path) as plugin:
         process = subprocess.Popen(
@@ -174,7 +174,7 @@ def test_a_plugin_that_cannot_wait_for_connections_says_so(tmp_path, refusing):
 
 
 def test_a_process_that_ends_with_open_communicators(tmp_path):
-    theirs = environment_of_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
+    theirs = nccl_plugin(RAILS, worker=0, policy="fuselink", limits=LIMITS, board=tmp_path / "b")
     theirs["NCCL_NET_PLUGIN"] = str(library_path())
     ended = subprocess.run(
         [sys.executable, "-c", EXITS],

@@ -246,15 +246,9 @@ def _time(comm: Communicator, run: HostRun, variant: str) -> dict[str, Any]:
             spent = call(run.num_calls)
             rounds.append((time.perf_counter() - begin, *spent))
         seconds += sorted(rounds)[_NUM_ROUNDS // 2]
-    pair, dispatch, combine, _, dispatch_again, combine_all = (round(s / run.num_calls * 1e6, 1) for s in seconds)
-    return {
-        "variant": variant,
-        "pair_us": pair,
-        "dispatch_us": dispatch,
-        "combine_us": combine,
-        "dispatch_again_us": dispatch_again,
-        "combine_all_us": combine_all,
-    }
+    names = ("pair_us", "dispatch_us", "combine_us", "", "dispatch_again_us", "combine_all_us")
+    us = {name: round(each / run.num_calls * 1e6, 1) for name, each in zip(names, seconds, strict=True) if name}
+    return {"variant": variant, **us}
 
 
 def records_of(run: HostRun, ranks: list[list[HostTimes]]) -> list[HostRecord]:

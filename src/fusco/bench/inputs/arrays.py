@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+ROUTING, PROMPTS = "qwen3_30b_a3b_sharegpt1024.npz", "azure_llm_2023_conv.npz"
 
 
 def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -21,6 +24,12 @@ def load_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: content[name] for name in content.files}
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not an npy or npz file of numbers") from error
+
+
+def load_shipped(name: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of an npz file that comes with fusco: ``ROUTING`` or ``PROMPTS``."""
+    with resources.as_file(resources.files("fusco.data") / name) as path:
+        return load_arrays(path)
 
 
 def load_array(path: Path) -> npt.NDArray[Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 
+from fusco.bench.inputs.arrays import PROMPTS, load_shipped
 from fusco.bench.names import Prefill
 
-_TRACE = "azure_llm_2023_conv.npz"
 _NUM_PROMPTS = 4096
 _SKEW = 8
 _TOKENS_OF_TRACE = 8192  # a rank with this many tokens has prompts of the lengths of the trace
@@ -24,8 +23,7 @@ def prompts_of_ranks(prefill: Prefill, max_tokens: int, num_ranks: int, first: i
     >>> prompts_of_ranks("one-prompt", 8192, 3), prompts_of_ranks("ragged", 300, 1)
     ([(374,), (396,), (879,)], [(14, 15, 33, 4, 4, 14, 49, 15, 9, 8, 15, 15, 49)])
     """
-    with resources.as_file(resources.files("fusco.data") / _TRACE) as path, np.load(path) as trace:
-        scaled = -(-trace["context_tokens"].astype(np.int64) * max_tokens // _TOKENS_OF_TRACE)
+    scaled = -(-load_shipped(PROMPTS)["context_tokens"].astype(np.int64) * max_tokens // _TOKENS_OF_TRACE)
     lengths, ranks = np.minimum(scaled, max_tokens).tolist(), []
     for _ in range(num_ranks):
         prompts = [lengths[first % len(lengths)]]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusco.bench.inputs.arrays import load_arrays
+from fusco.bench.inputs.arrays import ROUTING, load_arrays
 from fusco.bench.inputs.prompts import Batch
 from fusco.bench.names import REPLAYED, Pattern
 from fusco.core.files import written_beside
@@ -24,7 +24,6 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.routing import Routing
 
-_SHIPPED_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 _BIMODAL = 0.2  # Beta(0.2, 0.2): most ranks have almost no or almost only remote traffic, as in FUSCO's Fig. 10
 _SUFFIXES = (".npz", ".npy")
 # The experts that most tokens, or all, choose among: bool (num_experts,).
@@ -58,7 +57,7 @@ class Trace:
         Without a path, that of Qwen3-30B-A3B, which comes with fusco. ``key`` names the array of an npz file; optional
         if only one has the shape of ids. Raises ``ValueError`` with the contents of the file, or ``OSError``.
         """
-        source = path or Path(str(resources.files("fusco.data") / _SHIPPED_TRACE))
+        source = path or Path(str(resources.files("fusco.data") / ROUTING))
         ids = _read_ids(source, key)
         if ids.ndim == 2:
             ids = ids[:, None, :]

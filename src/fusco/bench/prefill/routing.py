@@ -8,13 +8,13 @@ depend continuously on the hidden states. So logits of variants differ by roundi
 from __future__ import annotations
 
 import re
-from importlib import resources
 
 import numpy as np
 import torch
 
+from fusco.bench.inputs.arrays import ROUTING, load_shipped
+
 _SKEW = re.compile(r"skew(\d+(\.\d+)?)")
-_TRACE = "qwen3_30b_a3b_sharegpt1024.npz"
 ROUTINGS = ("random", "trace")
 
 
@@ -36,8 +36,7 @@ def make_routing(routing: str, shape: tuple[int, int, int, int], rank: int, num_
     """
     num_layers, num_tokens, num_experts, num_topk = shape
     if routing == "trace":
-        with resources.as_file(resources.files("fusco.data") / _TRACE) as path, np.load(path) as trace:
-            ids = trace["topk_idx"]
+        ids = load_shipped(ROUTING)["topk_idx"]
         tokens = (np.arange(num_tokens) + rank * len(ids) // num_ranks) % len(ids)
         layers = np.arange(num_layers) % ids.shape[1]
         return torch.from_numpy(ids[tokens][:, layers].astype(np.int64)).transpose(0, 1).contiguous()

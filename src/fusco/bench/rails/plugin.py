@@ -17,7 +17,7 @@ import numpy as np
 from fusco.core.errors import FuscoError
 from fusco.rails import Rail
 from fusco.rails.buffers import as_bytes
-from fusco.rails.nccl import environment_of_plugin
+from fusco.rails.nccl import nccl_plugin
 
 HANDLE_BYTES, HOST_POINTERS = 128, 1
 SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = 0, 2, 4, 5, 6
@@ -251,7 +251,7 @@ class PluginEndpoint:
     """The plugin of this process, like ``fusco.rails.Endpoint``; its thread plays NCCL's proxy thread."""
 
     def __init__(self, *, worker: int, rails: Sequence[Rail], board: Path, policy: str) -> None:
-        chosen = environment_of_plugin(rails, worker=worker, limits=None, board=board, policy=policy)
+        chosen = nccl_plugin(rails, worker=worker, limits=None, board=board, policy=policy)
         os.environ.update(chosen)  # the plugin has no other configuration
         self.plugin = Plugin(chosen["NCCL_NET_PLUGIN"])
         self.channels: list[PluginChannel] = []

@@ -6,10 +6,10 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 
+from fusco.bench.inputs.arrays import PROMPTS, load_shipped
 from fusco.bench.rails import roles
 from fusco.bench.rails.crew import START_S, VARIANTS, Crew, perform
 from fusco.bench.rails.record import CaseResult, line_rate, percentile_ms
@@ -47,8 +47,8 @@ def azure(seconds: float, load: float, bytes_per_s: float, mean_bytes: int, inst
 
     Instances have successive parts of the trace.
     """
-    with resources.as_file(resources.files("fusco.data") / "azure_llm_2023_conv.npz") as path, np.load(path) as trace:
-        seconds_of_trace, tokens = trace["arrival_s"], trace["context_tokens"]
+    trace = load_shipped(PROMPTS)
+    seconds_of_trace, tokens = trace["arrival_s"], trace["context_tokens"]
     count = max(1, round(load * bytes_per_s * seconds / mean_bytes))
     part = slice(instance * count, (instance + 1) * count)
     times, lengths = seconds_of_trace[part] - seconds_of_trace[part][0], tokens[part]
