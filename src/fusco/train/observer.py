@@ -18,10 +18,6 @@ class ObservingDispatcher(TimedDispatcher):
     keeps_routing: bool = False  # whether to record ``topk_idx``
     topk_idx: list[torch.Tensor] = field(default_factory=list)  # for each layer of this step, the routing, if recorded
 
-    def start_step(self) -> None:
-        """Drop the records of the previous step."""
-        self.topk_idx.clear()
-
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, *more: int
     ) -> Arrival:

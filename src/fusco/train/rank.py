@@ -108,7 +108,7 @@ def _run(
     ):
         for index in range(saver.load(), job.num_steps):
             batch = make_batch(corpus.train, job, dist.get_rank(), index).to(job.device)
-            observer.start_step()
+            observer.topk_idx.clear()
             _barrier()
             metrics.start(index)
             loss, router_loss = _losses(job, model, batch, mesh)

@@ -115,10 +115,6 @@ class Run:
     sample: tuple[str, str] | None = None  # a prompt, and what the model wrote after it
 
 
-def _paths(job: TrainingJob) -> dict[str, str | None]:
-    return {name: str(path) if (path := getattr(job, name)) else None for name in ("model", "export")}
-
-
 def summarize(job: TrainingJob, runs: Sequence[Run]) -> list[RunRecord]:
     """Return one record for each run."""
     return [_summarize(job, run, runs[0].steps) for run in runs]
@@ -138,9 +134,10 @@ def _summarize(job: TrainingJob, run: Run, others: list[StepRecord]) -> RunRecor
     medians: dict[str, Any] = {name: typical(name) for name in (*(f"{each}_ms" for each in SECTIONS), "shuffle_share")}
     last = [step.loss for step in steps[-_NUM_AVERAGED:]]
     step_ms = typical("step_ms")
+    paths = {name: str(path) if (path := getattr(job, name)) else None for name in ("model", "export")}
     return RunRecord(
         dispatcher=steps[0].dispatcher,
-        job={**asdict(job), "text": str(job.text or "Python sources"), **_paths(job)},
+        job={**asdict(job), "text": str(job.text or "Python sources"), **paths},
         num_parameters=run.num_parameters,
         first_loss=steps[0].loss,
         last_loss=round(sum(last) / len(last), 4),

@@ -87,7 +87,7 @@ def check_papers(ids: Sequence[str] = ()) -> Iterator[PaperRow]:
     for row in published_rows():
         if ids and not row["id"].startswith(tuple(ids)):
             continue
-        predicted = predict(row)
+        predicted = _KINDS[row["kind"]](row)  # in its unit
         error = round((predicted / row["value"] - 1) * 100, 2)
         yield PaperRow(
             label=row["id"],
@@ -99,11 +99,6 @@ def check_papers(ids: Sequence[str] = ()) -> Iterator[PaperRow]:
             role=row["role"],
             moved=round(error - residuals.get(row["id"], error), 2),
         )
-
-
-def predict(row: dict[str, Any]) -> float:
-    """Return the prediction of a row, in its unit."""
-    return _KINDS[row["kind"]](row)
 
 
 def _read(name: str) -> Any:
