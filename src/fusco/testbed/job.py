@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.testbed.layout import interface
@@ -45,15 +45,15 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def run_job(testbed: Testbed, command: Sequence[str]) -> int:
+def run_job(testbed: Testbed, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run a command on every rank of a testbed and return 0, or the exit code of the first that fails.
 
-    Its environment is that of this process, and what torchrun would set. Once one has failed, the others have 30
-    seconds to end. The exit code of a process that a signal has ended is that of a shell.
+    ``environment`` is by default that of this process; what torchrun would set is added to it. Once one has failed, the
+    others have 30 seconds to end. The exit code of a process that a signal has ended is that of a shell.
     """
-    layout = testbed.layout
+    layout, inherited = testbed.layout, os.environ if environment is None else environment
     running = [
-        testbed.spawn(host, command, local_rank=rank, env={**os.environ, **rank_environment(testbed, host, rank)})
+        testbed.spawn(host, command, local_rank=rank, env={**inherited, **rank_environment(testbed, host, rank)})
         for host in range(layout.num_hosts)
         for rank in range(layout.ranks_per_host)
     ]
