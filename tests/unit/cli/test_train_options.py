@@ -12,8 +12,7 @@ from fusco.cli import running, train as cli_train, train_options
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, StepProgress
-from fusco.cli.train import train
-from fusco.cli.train_options import FileOptions
+from fusco.cli.train_options import FileOptions, RunOptions
 from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks import torchrun
@@ -23,7 +22,7 @@ from fusco.train.job import TrainingJob
 
 
 def test_option_names_are_those_of_the_library():
-    options, job = get_type_hints(train), get_type_hints(TrainingJob)
+    options, job = get_type_hints(RunOptions) | get_type_hints(SizeOptions), get_type_hints(TrainingJob)
     assert get_args(options["activation_checkpointing"]) == get_args(job["activation_checkpointing"])
     (dtypes, _) = get_args(options["dtype"])
     assert set(get_args(dtypes)) == set(get_args(job["dtype"]))
