@@ -113,13 +113,12 @@ def _shared_memory() -> _Outcome:
 
 
 def _room() -> _Outcome:
-    from fusco.api.memory_size import memory_size_hint
     from fusco.control.shared_segment import free_bytes
     from fusco.core.config import Capacity
     from fusco.core.topology import Topology
 
     capacity = Capacity(max_tokens_per_rank=8192, max_bytes_per_token=14336, num_topk=8)
-    needed = memory_size_hint(Topology.of_equal_nodes(4, 2), capacity).shared_bytes
+    needed = fusco.memory_size_hint(Topology.of_equal_nodes(4, 2), capacity).shared_bytes
     free = free_bytes()
     found = (
         f"{free / 2**30:.1f} GiB free; "
