@@ -62,8 +62,10 @@ test-minimum: .venv-minimum/.installed
 test-gpu: setup
 	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
 
-# Tests of several ranks at a time, of each of two parts; ranks of one take up to 3 GiB of GPU memory.
-GPU_WORKERS ?= 3
+# Tests of several ranks at a time, of each of two parts: one for every 40 GB of all GPUs, as the four ranks of most take
+# up to 3 GiB each, in both parts. Each test is named as it ends, so that a run that is cut off says what failed.
+GPU_WORKERS ?= $(or $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | \
+    awk '{ mb += $$1 } END { print int(mb / 40000) }' | grep -v '^0$$'),1)
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
@@ -72,9 +74,9 @@ test-gpu-parts: $(GPU_PARTS)
 test-gpu-kernels:
 	$(BIN)/python -m pytest -n 4 tests/cuda
 test-gpu-within-node:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda
+	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda
 test-gpu-between-nodes:
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda-nodes
+	$(BIN)/python -m pytest -v -n $(GPU_WORKERS) --dist worksteal tests/multirank --device cuda-nodes
 
 # On a machine with two GPUs, in at most twenty minutes: what docs/performance says of them, as records of docs/data in
 # out/bench-gpu/records.jsonl. BENCH="--only 'h7168-*' train" chooses, BENCH="--resume --limit-s 540" does it in parts.
