@@ -201,7 +201,7 @@ def megabytes(tokens: int) -> float:
 
 def plain_ticks(axes: Axes, x: list[int], y: list[float]) -> None:
     """Label logarithmic axes at these values, without powers."""
-    axes.set_xticks(x, [f"{each:,}" for each in x])
+    axes.set_xticks(x, [f"{each // 1024} Ki" if each >= 1024 else f"{each}" for each in x])
     axes.set_yticks(y, [f"{each:g}" for each in y])
     axes.minorticks_off()
 
