@@ -33,11 +33,10 @@ demo: setup
 	mkdir -p out
 	$(BIN)/fusco bench shuffle --nodes 2 --ranks-per-node 2 --traffic trace --json out/demo.jsonl
 
-# Two processes for two cores, and three where a third of the time is waiting; tests that compare times with limits are
-# beside each other, as most of their time they wait.
+# In two processes; tests that compare times with limits are beside each other, as most of their time they wait.
 test: setup warm-up
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
-	$(BIN)/pytest -n 3 --dist loadfile tests/multirank -m "not alone"
+	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m "not alone"
 	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m alone
 	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda

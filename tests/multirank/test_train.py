@@ -180,7 +180,7 @@ def test_an_interrupted_run_ends_at_once_and_leaves_its_steps(tmp_path, shape, i
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
         try:
-            wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 120)
+            wait_until(lambda: run.poll() is not None or (out.exists() and out.read_text().count("\n") > 3), 200)
             interrupt(run.pid, signal.SIGINT)
             output, _ = run.communicate(timeout=60)
             wait_until(lambda: not is_any_left(run.pid), 20)
