@@ -52,8 +52,11 @@ def test_a_bias_balances_and_is_equal_on_all_ranks(four):
 
 def test_every_kind_with_a_bias_is_updated(two):
     """They are those of the page, by name, type and shape."""
-    found, other = two.run(jobs.update_all_kinds, find_kinds())
-    assert found == other
+    kinds, found = find_kinds(), {}
+    for first in range(0, len(kinds), 20):  # a job for some, as each has its limit of time
+        mine, other = two.run(jobs.update_all_kinds, kinds[first : first + 20])
+        assert mine == other
+        found |= mine
     shape_to_text = {(4,): "(E,)", (1, 4): "(1, E)", (5,): "(E + 1,)", (6,): "(E + zero experts,)"}
     in_table: dict[str, set[str]] = {}
     for kind, (name, what, shape) in found.items():
