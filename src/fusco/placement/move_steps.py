@@ -44,7 +44,7 @@ class MoveSteps:
         position = np.empty_like(order)
         position[order] = index - np.repeat(np.cumsum(num_transfers) - num_transfers, num_transfers)
         num_bytes = num_transfers[:-1] * plan.bytes_per_expert
-        num_steps = max(1, -(-max(plan.bound_bytes, self._most_within()) // step_bytes))
+        num_steps = max(1, -(-max(plan.bound_bytes, _most_within(plan)) // step_bytes))
         size = np.maximum(-(-num_bytes // num_steps), 1)
         size = np.append(-(-size // _GRANULE) * _GRANULE, 1)
         self._size, self._offset = size[flow][root], position[root] * plan.bytes_per_expert
@@ -58,24 +58,27 @@ class MoveSteps:
         most = self.plan.bytes_per_expert
         return np.clip(first, 0, most), np.clip(first + self._size, 0, most)
 
-    def _most_within(self) -> int:
-        """Return the most bytes that a rank sends or receives within its node."""
-        plan, within = self.plan, ~self.plan.crosses
-        most = max(np.bincount(ranks[within]).max(initial=0) for ranks in (plan.src_ranks, plan.dst_ranks))
-        return int(most) * plan.bytes_per_expert
-
 
 def fast_step_bytes(plan: MovePlan) -> int:
     """Return the ``step_bytes`` of a move that a caller waits for.
 
     While the bytes of a step cross, those of the step before are passed on within nodes: one large step would leave all
-    of that to the end.
+    of that to the end. So the bytes of NICs say how many steps there are; a rank's bytes within its node, which take
+    less time, only where there are so many that they would take too much memory at once.
 
     >>> from fusco.core.topology import Topology
     >>> from fusco.placement.moves import plan_moves
     >>> [fast_step_bytes(plan_moves([[0], [1]], [[1], [0]], size << 20, Topology((0, 1)))) >> 20 for size in (9, 80)]
-    [8, 10]
+    [4, 10]
     """
-    if not plan.bound_bytes:
-        return _MOST_STEP_BYTES
-    return min(max(plan.bound_bytes // _NUM_STEPS, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
+    of_nic, within = plan.bound_bytes, _most_within(plan)
+    step_bytes = min(max(of_nic // _NUM_STEPS, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
+    num_steps = max(-(-of_nic // step_bytes), -(-within // _MOST_STEP_BYTES), 1)
+    return max(-(-max(of_nic, within) // num_steps), 1)
+
+
+def _most_within(plan: MovePlan) -> int:
+    """Return the most bytes that a rank sends or receives within its node."""
+    within = ~plan.crosses
+    most = max(np.bincount(ranks[within]).max(initial=0) for ranks in (plan.src_ranks, plan.dst_ranks))
+    return int(most) * plan.bytes_per_expert
