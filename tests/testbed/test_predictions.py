@@ -110,14 +110,15 @@ def with_expected(case: dict[str, Any], mbit: int, cores: Cores) -> dict[str, An
 @contextmanager
 def preferred() -> Iterator[None]:
     """Prefer the processes of this session to others, where the system allows it and knows sessions."""
-    group = Path("/proc/self/autogroup")
+    group, before = Path("/proc/self/autogroup"), "0"
     with suppress(OSError):
+        *_, before = group.read_text(encoding="ascii").split()
         group.write_text("-20", encoding="ascii")
     try:
         yield
     finally:
         with suppress(OSError):
-            group.write_text("0", encoding="ascii")
+            group.write_text(before, encoding="ascii")
 
 
 @pytest.fixture(scope="module")

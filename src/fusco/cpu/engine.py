@@ -102,9 +102,8 @@ class CpuEngine:
             self._exchanges = Exchanges(self._memory, self._transport, self._private)
             self._routing_exchange = RoutingExchange(self._memory, self._transport, self._watchdog)
             self._counterparts = Groups.of_same_local_rank(config.topology)
-            self._no_lanes = RankLanes(
-                self._rank, Lanes.of_groups(self._counterparts, [[0]] * config.topology.world_size)
-            )
+            lanes = Lanes.of_groups(self._counterparts, [[0]] * config.topology.world_size)
+            self._no_lanes = RankLanes(self._rank, lanes)
             # Other balancers are the caller's choice of who sends, and stages of when.
             is_small = self._layout.control.attachment_bytes > 0 and config.settings.slice_order != "staged"
             self._can_attach = is_small and isinstance(self._transport, TcpTransport)
@@ -240,16 +239,12 @@ class CpuEngine:
     def _move_rows(
         self, plan: CpuPlan, payloads: Sequence[torch.Tensor], attachments: Attachments | None, call: Call
     ) -> list[torch.Tensor]:
-        memory, shapes = self._memory, [payload.shape[1:] for payload in payloads]
-        sizes = list(map(row_bytes, payloads))
+        memory, sizes = self._memory, list(map(row_bytes, payloads))
         bytes_per_token = sum(sizes)
         with call.profile.spend("wire"):
             num_slots = plan.distribution.num_slots
             rows_shape = expert_rows_shape(num_slots, plan.rows_per_expert)
-            outputs = [
-                self._recycler.empty((*rows_shape, *shape), payload.dtype)
-                for payload, shape in zip(payloads, shapes, strict=True)
-            ]
+            outputs = [self._recycler.empty((*rows_shape, *each.shape[1:]), each.dtype) for each in payloads]
             as_bytes_out = [as_bytes(output).view(num_slots, size) for output, size in zip(outputs, sizes, strict=True)]
             if plan.distribution.has_padding:
                 for output in as_bytes_out:

@@ -172,10 +172,8 @@ class CudaEngine:
         return CudaQuantizer(self._context, self._order)
 
     def pending_error(self) -> Exception | None:
-        error = self._shuffle.pending_error()
-        for each in self._captured:
-            error = error or each.pending_error()
-        return error
+        of_captured = (each.pending_error() for each in self._captured)
+        return self._shuffle.pending_error() or next(filter(None, of_captured), None)
 
     def _note_capture(self) -> None:
         self._peer_watch.start()
@@ -371,10 +369,8 @@ class CudaEngine:
         arena = self._arena
         if arena.has_failed:
             return stall_of(arena.failure, arena.node_ranks)
-        for each in self._captured:
-            if stall := each.stall(self._topology):
-                return stall
-        return None
+        of_captured = (each.stall(self._topology) for each in self._captured)
+        return next(filter(None, of_captured), None)
 
     def _run(self, tasks: Sequence[Task]) -> None:
         run_tasks(tasks, self._watchdog)

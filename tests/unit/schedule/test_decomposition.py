@@ -217,7 +217,8 @@ def test_fusco_has_the_module_as_an_attribute():
 
 
 # In loops of 3.4 us on an idle AMD EPYC, where these take 2.6 (9 us), 145 and 156; the last takes 374 on a Xeon of 2.5
-# GHz. The limits in us on the EPYC, 12.3, 610 and 1530, are below a quarter of FAST's C++ figures.
+# GHz. The limits in us on the EPYC, 12.3, 610 and 1530, are below a quarter and a tenth of FAST's C++ figures, the
+# targets of the modes.
 @pytest.mark.parametrize(("mode", "num_nodes", "limit"), [("exact", 8, 3.6), ("exact", 40, 180), ("few", 40, 450)])
 def test_it_is_fast(mode, num_nodes, limit):
     warm_up()
