@@ -36,6 +36,7 @@ BURST_BYTES = 128 << 10  # that a NIC of a testbed lets pass at once after a pau
 PASS_GBS = 8.0  # that all ranks copy at once, on two cores
 WITHIN = 0.10
 MOST_BUSY, WITHIN_FULL = 0.7, 0.3  # of the time, by the prediction: ranks that wait for cores wait for each other
+ATTEMPTS = 2
 CROWDED = 16  # processes that want the cores, twice as many as ranks: what then takes too long is not the network's
 
 
@@ -109,10 +110,10 @@ def with_expected(case: dict[str, Any], mbit: int, cores: Cores) -> dict[str, An
 
 @contextmanager
 def preferred() -> Iterator[None]:
-    """Prefer the processes of this session to others, where the system allows it and knows sessions."""
+    """Prefer the processes of this session to others, where the system allows it and this one is of a session."""
     group, before = Path("/proc/self/autogroup"), "0"
     with suppress(OSError):
-        *_, before = group.read_text(encoding="ascii").split()
+        before = (group.read_text(encoding="ascii").split() or [before])[-1]  # nothing is read outside of sessions
         group.write_text("-20", encoding="ascii")
     try:
         yield
@@ -123,21 +124,28 @@ def preferred() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Cases and results of each rate."""
-    path, shape, cores = tmp_path_factory.mktemp("rates") / "round", (NUM_HOSTS, RANKS_PER_HOST * RAILS), Cores()
-    results: dict[int, list[tuple[Any, Any]]] = {}
+    """Cases and results of each rate; all are measured once more if others had the cores the first time."""
+    path, shape = tmp_path_factory.mktemp("rates") / "round", (NUM_HOSTS, RANKS_PER_HOST * RAILS)
+    numbers, results = itertools.count(), dict[int, list[tuple[Any, Any]]]()
     with preferred(), Testbed(*shape, MBIT_OF_CORES * 10**6, ranks_per_host=RANKS_PER_HOST) as bed:
         ranks = fork_ranks(bed, "timed_calls", str(path), str(MOST_TOKENS))
-        for number, mbit in enumerate((MBIT_OF_CORES, *MBIT, MBIT_OF_RAILS)):
-            cases = cases_of(mbit, cores) if number else CASES_OF_CORES
-            for host, rail in itertools.product(*map(range, shape)) if number else ():
+
+        def times_of(mbit: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            for host, rail in itertools.product(*map(range, shape)):
                 bed.set_rate(host, rail, mbit * 10**6)
-            write_round(path, number, cases)
+            write_round(path, next(numbers), cases)
             line = ranks[0].stdout.readline()
             assert line, f"a rank has failed at {mbit} Mbit/s"
-            found = [{**each, "wanting": os.getloadavg()[0]} for each in json.loads(line)]
-            results[mbit], cores = list(zip(cases, found, strict=True)), cores if number else Cores.of(found)
-        write_round(path, number + 1, [])
+            return [{**each, "wanting": os.getloadavg()[0]} for each in json.loads(line)]
+
+        for _ in range(ATTEMPTS):
+            cores = Cores.of(times_of(MBIT_OF_CORES, CASES_OF_CORES))
+            for mbit in (*MBIT, MBIT_OF_RAILS):
+                cases = cases_of(mbit, cores)
+                results[mbit] = list(zip(cases, times_of(mbit, cases), strict=True))
+            if not any(others_than_predicted(each) for each in itertools.chain(*results.values())):
+                break
+        write_round(path, next(numbers), [])
         assert [rank.ended(30) for rank in ranks] == [0] * len(ranks)
     return results
 
@@ -149,20 +157,24 @@ def write_round(path: Path, number: int, cases: list[dict[str, Any]]) -> None:
     beside.rename(f"{path}{number}")
 
 
+def others_than_predicted(each: tuple[dict[str, Any], dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Return a sentence for each call of a case that took another time, and whether others had the cores then."""
+    (case, result), told = each, []
+    for call, expected in case["expected"].items():
+        took = result["ms"][call]
+        if abs(expected / took - 1) > (WITHIN_FULL if call in case["full"] else WITHIN):
+            what = case.get("pattern") or f"{case['matrix']} all-to-all"
+            sentence = f"{what}, {case['rails']} rails, {call}: {expected:.0f} predicted, {took:.0f} ms"
+            told.append((sentence, took > expected and result["wanting"] > CROWDED))
+    return told
+
+
 def check(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """Compare times with predictions; a time that is too long while others had the cores does not count."""
-    wrong, taken, num_calls = [], [], 0
-    for case, result in cases:
-        for call, expected in case["expected"].items():
-            took, num_calls = result["ms"][call], num_calls + 1
-            if abs(expected / took - 1) <= (WITHIN_FULL if call in case["full"] else WITHIN):
-                continue
-            what = case.get("pattern") or f"{case['matrix']} all-to-all"
-            told = f"{what}, {case['rails']} rails, {call}: {expected:.0f} predicted, {took:.0f} ms"
-            (taken if took > expected and result["wanting"] > CROWDED else wrong).append(told)
-    assert not wrong
-    if 2 * len(taken) > num_calls:
-        pytest.skip(f"others had the cores: {len(taken)} of {num_calls} times are not the network's, as {taken[0]}")
+    told = [each for case in cases for each in others_than_predicted(case)]
+    assert not [sentence for sentence, is_taken in told if not is_taken]
+    if 2 * len(told) > (num_calls := sum(len(case["expected"]) for case, _ in cases)):
+        pytest.skip(f"others had the cores: {len(told)} of {num_calls} times are not the network's, as {told[0][0]}")
 
 
 @pytest.mark.parametrize("mbit", MBIT)
