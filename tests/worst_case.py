@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.schedule.cost import Links
-from fusco.schedule.stages import IntArray, lower_bound_bytes
+from fusco.schedule.stages import lower_bound_bytes
 
 
 def optimal_us(node_bytes: IntArray, ranks_per_node: int, links: Links) -> float:

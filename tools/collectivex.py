@@ -25,7 +25,7 @@ from parts import folder
 from without_cuda import without_cuda
 
 BACKENDS = {
-    "fusco": ("fusco.integrations.collectivex", "FuscoBackend"),
+    "fusco": ("collectivex_backend", "FuscoBackend"),
     "deepep-v2": ("ep_deepep_v2", "DeepEPV2Backend"),
     "uccl-ep": ("ep_uccl", "UCCLEPBackend"),
     "nccl-ep": ("ep_nccl", "NCCLEPBackend"),

@@ -1,6 +1,6 @@
 """CollectiveX: fusco as a backend of SemiAnalysis's benchmark of expert-parallel communication.
 
-For InferenceX at 843c625: ``tools/collectivex.py`` runs its harness and its oracle with this class. Rows arrive by
+For InferenceX at 843c625: ``collectivex.py`` runs its harness and its oracle with this class. Rows arrive by
 local expert in both modes. In *normal* mode the oracle reads one row of each token, and combine adds rows up; in
 *low-latency* mode rows are masked, and combine applies the weights. Source of the interface:
 ``experimental/CollectiveX/bench/ep_backend.py`` and ``ep_harness.py`` (Apache licence).

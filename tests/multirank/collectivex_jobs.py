@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +21,12 @@ from comparison import largest_error
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, NUM_TOKENS = 8, 3, 256, 24
 _BITS = 16  # of a token's number, the signs of its first values
+
+
+def backend_module() -> ModuleType:
+    """Return the module of the backend, which subclasses one of the referee's."""
+    with mock.patch.object(sys, "path", [str(Path(__file__).parents[2] / "tools"), *sys.path]):
+        return importlib.import_module("collectivex_backend")
 
 
 def options(mode: str, precision: str, ranks_per_node: int) -> SimpleNamespace:
@@ -41,11 +50,10 @@ def judged(group: dist.ProcessGroup, mode: str, precision: str, ranks_per_node: 
     weights = torch.rand(ids.shape, generator=random).softmax(1)
     x, mine = rows_of(torch.arange(len(ids))), slice(rank * NUM_TOKENS, (rank + 1) * NUM_TOKENS)
     with frozen(group):
-        from fusco.integrations import collectivex
-
-        with mock.patch.object(collectivex, "Communicator", partial(fusco.Communicator, group)):
+        module = backend_module()
+        with mock.patch.object(module, "Communicator", partial(fusco.Communicator, group)):
             args, device = options(mode, precision, ranks_per_node), torch.device("cpu")
-            backend = collectivex.FuscoBackend(args, rank, num_ranks, rank, device)
+            backend = module.FuscoBackend(args, rank, num_ranks, rank, device)
             backend.create_buffer(SimpleNamespace(max_tokens_per_rank=NUM_TOKENS))
         seen, sums = backend.semantic_payload(x), None
         problem = SimpleNamespace(dispatch_x=x[mine], topk_idx=ids[mine], topk_weights=weights[mine])
@@ -103,8 +111,6 @@ def oracle_reports(group: dist.ProcessGroup, device: str, mode: str, precision: 
     import ep_harness
     import routing
 
-    from fusco.integrations.collectivex import FuscoBackend
-
     rank, num_ranks, num_experts = group.rank(), group.size(), 32
     args = SimpleNamespace(
         **{**vars(options(mode, precision, ranks_per_node)), "experts": num_experts, "topk": 8},
@@ -114,7 +120,7 @@ def oracle_reports(group: dist.ProcessGroup, device: str, mode: str, precision: 
         phase="decode",
     )
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    backend, reports = FuscoBackend(args, rank, num_ranks, rank, place), []
+    backend, reports = backend_module().FuscoBackend(args, rank, num_ranks, rank, place), []
     spec = backend.make_inputs(args)
     backend.create_buffer(spec)
     nothing = {} if device == "cuda" else {"synchronize": lambda: None}

@@ -246,6 +246,6 @@ def frozen(group: dist.ProcessGroup, a2a_backend: str = "deepep_v2") -> Iterator
 
 
 def _forget_adapters() -> None:
-    for name in ("vllm", "vllm_quantization", "sglang", "veomni", "torchtitan", "collectivex"):
+    for name in ("vllm", "vllm_quantization", "sglang", "veomni", "torchtitan"):
         sys.modules.pop(f"fusco.integrations.{name}", None)
         vars(fusco.integrations).pop(name, None)

@@ -37,8 +37,7 @@ from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up
 from fusco.cpu.layout import CpuLayout
 from fusco.engine.base import Engine
 from fusco.planner.balancer import DEFAULT_BALANCERS, Balancer, checked_balancer, describe_balancer, find_balancer
-from fusco.planner.rank_links import links_of_ranks
-from fusco.rails.rail import configured_rails
+from fusco.rails.rail import configured_rails, links_of_ranks
 
 _LONGEST_TEXT = 1000
 _FIRST_TOKENS = 256  # of a rank, of a communicator that grows

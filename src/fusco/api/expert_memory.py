@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from fusco.core.lanes import IntArray
 from fusco.core.rows import as_bytes, count_as_changed, describe_rows, row_bytes
-from fusco.placement.batch import IntArray
 
 _LONGEST_TEXT = 300  # of the tensors in a fingerprint, whose room is limited
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.create import check_process_group
 from fusco.api.moves import Weights
+from fusco.core.config import ScheduleMode
 from fusco.placement.moves import Placement
-from fusco.schedule.schedule import ScheduleMode
 
 # By group and device. Module state: the process groups of torch, whose lifetime it follows, are global too.
 _BY_GROUP: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = weakref.WeakKeyDictionary()

@@ -11,8 +11,8 @@ import torch
 
 from fusco.control.fingerprint import Fields
 from fusco.core.integers import check_integer
+from fusco.core.lanes import IntArray
 from fusco.engine.base import AllToAllRequest
-from fusco.placement.batch import IntArray
 from fusco.placement.move_steps import MoveSteps
 
 

@@ -18,12 +18,13 @@ from fusco.api.placement_move import PlacementMove
 from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
 from fusco.api.uncompiled import uncompiled
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
+from fusco.core.balance import Balance, BatchPlan
+from fusco.core.lanes import IntArray
 from fusco.core.movable import require_movable_tensors
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import wants_grad
 from fusco.engine.base import Pending
-from fusco.placement.batch import Balance, BatchPlan, IntArray
 from fusco.placement.move_steps import MoveSteps, fast_step_bytes
 from fusco.placement.moves import MovePlan, Placement, as_places
 from fusco.placement.placement import PlannedPlacement

@@ -15,12 +15,13 @@ from fusco.api.validation import Validator
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import ControlLayout
 from fusco.control.session import Session
+from fusco.core.balance import Balance, BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, KnownCall, Pending, Request
 from fusco.engine.owner_choice import DeviceChoice, HostChoice, OwnerChoice
-from fusco.placement.batch import Balance, BatchPlan, plan_batch
+from fusco.placement.batch import plan_batch
 from fusco.planner.owners import Int32Array, OwnerTables
 from fusco.planner.routing import INDEX_DTYPES, Routing
 

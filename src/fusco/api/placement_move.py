@@ -11,9 +11,9 @@ import torch
 
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.control.fingerprint import Fields
+from fusco.core.lanes import IntArray
 from fusco.core.rows import as_bytes
 from fusco.core.topology import Topology
-from fusco.placement.batch import IntArray
 from fusco.placement.moves import MovePlan, Placement, as_places, plan_moves
 
 

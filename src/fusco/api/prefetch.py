@@ -12,10 +12,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusco.api.expert_memory import ExpertMemory
+from fusco.core.balance import BatchPlan
+from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import accumulation_dtype
 from fusco.core.topology import Topology
-from fusco.placement.batch import BatchPlan, IntArray
 from fusco.placement.moves import MovePlan, as_places, places_of_copies, plan_moves
 
 Arrived = Mapping[int, Sequence[torch.Tensor]]  # bytes by transfer

@@ -13,7 +13,7 @@ from fusco.api.exchanged_rows import require_output, rows_of_ranks
 from fusco.api.handle import Handle
 from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.config import Launch, StaticRows
+from fusco.core.config import Launch, ScheduleMode, StaticRows
 from fusco.core.rows import plain, wants_grad
 from fusco.core.segments import Segments
 from fusco.cuda.memory.layout import MAX_PAYLOADS
@@ -27,7 +27,6 @@ from fusco.engine.base import (
 from fusco.engine.quantizer import Origin
 from fusco.planner.balancer import has_lanes
 from fusco.planner.routing import Routing
-from fusco.schedule.schedule import ScheduleMode
 
 _SENT_DTYPES = (torch.float32, torch.float64)  # of weights; others travel as float32
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from fusco.bench.harness.environment import Measurement, record_of
 from fusco.bench.inputs.traffic import Trace, Workload
+from fusco.core.balance import Balance
+from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
-from fusco.placement import Balance, plan_batch
-from fusco.placement.batch import IntArray
+from fusco.placement import plan_batch
 from fusco.placement.placement import warm_up_placement
 
 _REPEATS = 5  # of a plan; the least time counts

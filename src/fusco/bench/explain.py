@@ -13,13 +13,12 @@ from fusco.bench.harness.environment import record_of
 from fusco.bench.inputs.traffic import Workload
 from fusco.bench.plan_world import plan_cost, plan_world, traffic_of
 from fusco.core.config import Capacity
-from fusco.core.lanes import Lanes
+from fusco.core.lanes import IntArray, Lanes
 from fusco.core.topology import Topology
-from fusco.engine.all_to_all import are_lanes_worth_it
 from fusco.planner.balancer import BALANCERS, balance_static
 from fusco.planner.traffic import Traffic
-from fusco.schedule.cost import CPU_LINKS, schedule_for
-from fusco.schedule.stages import IntArray, lower_bound_bytes
+from fusco.schedule.cost import CPU_LINKS, are_lanes_worth_it, schedule_for
+from fusco.schedule.stages import lower_bound_bytes
 
 
 @dataclass(frozen=True)

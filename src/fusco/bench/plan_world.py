@@ -12,11 +12,10 @@ import torch
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.plan import CpuPlan
 from fusco.planner.balancer import Balancer
 from fusco.planner.distribution import NodeRouting
-from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.forwarding import NodeForwarding, select_tokens
 from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.routing import Routing, routing_bytes_per_row
 from fusco.planner.traffic import Traffic

@@ -11,8 +11,8 @@ import numpy as np
 
 from fusco.bench.harness.environment import Measurement
 from fusco.bench.inputs.matrices import make_matrix
+from fusco.core.lanes import IntArray
 from fusco.schedule import Links, Stages, choose_mode, decompose, lower_bound_bytes, spread_out, stages_us, warm_up
-from fusco.schedule.stages import IntArray
 
 # FAST's published C++ (github.com/MangoBoost/FAST), its decomposition alone, in us by number of nodes: measured on a
 # machine of the kind of docs/performance/schedule.md, on matrices like those here. The paper (section 4.4), with

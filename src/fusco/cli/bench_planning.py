@@ -140,7 +140,7 @@ def balance(
     sizes = options.integers([ranks], "ranks")
     from fusco.bench.balance import Costs, measure_balance  # it takes seconds, and numbers are right now
     from fusco.bench.inputs.traffic import Trace
-    from fusco.placement import Balance
+    from fusco.core.balance import Balance
 
     traces = Trace.load_all(trace, trace_key) if layer is None else [Trace.load(trace, trace_key, layer)]
     named = max(int(each.topk_idx.max(initial=0)) for each in traces) + 1

@@ -52,7 +52,7 @@ def rails(
     from fusco.rails.usage import UsageReader
 
     if links:
-        from fusco.offload.links import links_board
+        from fusco.core.board_files import links_board
 
         board = board or links_board()
     try:

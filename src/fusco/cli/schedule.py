@@ -20,7 +20,7 @@ from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.schedule import ModeRecord
-    from fusco.schedule.stages import IntArray
+    from fusco.core.lanes import IntArray
 
 _MAX_ROWS = 24  # of a table; a screenful
 _MAX_NODES = 256  # their exact stages, up to 65,026 of 256 pairs each, fit into memory

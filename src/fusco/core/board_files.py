@@ -16,6 +16,11 @@ def board_pattern(kind: str, namespace: int) -> Path:
     return _DIRECTORY / f"fusco-{kind}-v1-{os.getuid()}-{namespace}.*"
 
 
+def links_board() -> Path:
+    """Return the board of PCIe links: one for each user and pid namespace, since it names workers by pid."""
+    return board_pattern("links", os.stat("/proc/self/ns/pid").st_ino)
+
+
 def remove_boards(kind: str, namespace: int) -> None:
     """Remove this user's boards of a namespace of which all processes have ended."""
     for path in _DIRECTORY.glob(board_pattern(kind, namespace).name):

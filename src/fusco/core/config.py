@@ -14,6 +14,7 @@ from fusco.core.topology import Topology
 
 # Links of each rank to other nodes, by node and local rank.
 RankLinks = tuple[tuple[int, ...], ...]
+ScheduleMode = Literal["exact", "few", "spread-out"]  # how the stages of an all-to-all between nodes are made
 
 _MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types
 _Config = TypeVar("_Config", bound="EngineConfig")

@@ -35,7 +35,6 @@ from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.quantize_rows import quantize_rows
 from fusco.cpu.kernels.segment_memory import JoinedPieces, JoinedSegments
-from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cpu.kernels.sum_rows import Terms, cut_chunks
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.cpu.layout import CpuLayout
@@ -64,7 +63,7 @@ from fusco.engine.published_rows import PublishedRows
 from fusco.engine.quantizer import Origin
 from fusco.engine.tasks import Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
-from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.forwarding import NodeForwarding, select_tokens
 from fusco.planner.rank_lanes import RankLanes
 from fusco.planner.rank_links import lane_links
 from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages

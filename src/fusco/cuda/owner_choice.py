@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from fusco.core.balance import Balance, BatchPlan
 from fusco.core.config import Launch
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.between_nodes.network import Network, messages_of
@@ -17,7 +18,6 @@ from fusco.cuda.kernels.divide_rows import divide_rows
 from fusco.cuda.kernels.plan_batch import DeviceBatches, plan_batch
 from fusco.cuda.kernels.share_counts import share_counts
 from fusco.cuda.stream_order import StreamOrder
-from fusco.placement.batch import Balance, BatchPlan
 from fusco.planner.owners import Int32Array, OwnerTables
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fusco.core.config import ScheduleMode
 from fusco.core.errors import MismatchError
 from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.engine.base import AllToAllRequest, ShuffleRequest
-from fusco.schedule.cost import Links, schedule_for
+from fusco.schedule.cost import Links, are_lanes_worth_it, schedule_for
 from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule
-from fusco.schedule.schedule import ScheduleMode
 
 
 def plan_all_to_all(
@@ -73,26 +73,6 @@ def _sent_sizes(counts: Sequence[Sequence[int]], verb: str, unit: str) -> IntArr
         ]
         raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")
     return sent
-
-
-def are_lanes_worth_it(
-    rank_bytes: IntArray, topology: Topology, slice_bytes: int, lane_links: tuple[int, ...] | None = None
-) -> bool:
-    """Return whether ranks send so unequally to other nodes that a schedule with lanes pays for its copies.
-
-    A rank must have more than 1/8, and a slice, above its share in the busiest node.
-
-    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
-    >>> uneven = np.array([[0, 9, 50, 50], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
-    >>> [are_lanes_worth_it(uneven * scale, topology, slice_bytes=1000) for scale in (1, 100)]
-    [False, True]
-    """
-    nodes = np.array(topology.rank_to_node)
-    crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
-    loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))[:, np.array(topology.node_to_ranks)]
-    links = np.array(lane_links or (1,) * topology.ranks_per_node)
-    share = loads.sum(axis=2).max() * (links / links.sum())
-    return bool((loads > np.maximum(share * 9 / 8, share + slice_bytes)).any())
 
 
 class MemorySpan(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.record_round import Attachment
-from fusco.core.config import Launch, StaticRows
+from fusco.core.config import Launch, ScheduleMode, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, describe_rows, expert_rows_shape, row_bytes, wants_grad
@@ -25,7 +25,6 @@ from fusco.engine.owner_choice import OwnerChoice
 from fusco.engine.quantizer import Origin, Quantizer
 from fusco.planner.balancer import Balancer
 from fusco.planner.routing import Routing
-from fusco.schedule.schedule import ScheduleMode
 
 
 class Plan(Protocol):

@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from fusco.core.balance import Balance, BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
-from fusco.placement.batch import Balance, BatchPlan
 from fusco.planner.owners import Int32Array, OwnerTables
 
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fusco.core.balance import Balance
+from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.explore.views import ExpertsView
 from fusco.explore.wording import plural, ratio
-from fusco.placement import Balance, plan_batch
-from fusco.placement.batch import IntArray
+from fusco.placement import plan_batch
 
 
 def experts_view(

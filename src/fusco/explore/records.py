@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from fusco.core.balance import Balance
 from fusco.explore.experts import about_experts
 from fusco.explore.simulation import comparison, simulation_views
 from fusco.explore.traffic import links_of
 from fusco.explore.views import BalancerLoads, ExpertsView, LinksView, Prediction, PredictionsView, Run, RunsView, View
 from fusco.explore.wording import percent
-from fusco.placement import Balance
 
 Record = Mapping[str, Any]
 

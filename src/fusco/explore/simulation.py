@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fusco.core.balance import Balance
+from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.explore.experts import experts_view
 from fusco.explore.sweep import sweep_view
@@ -27,8 +29,6 @@ from fusco.explore.views import (
     View,
 )
 from fusco.explore.wording import duration, percent, ratio
-from fusco.placement import Balance
-from fusco.placement.batch import IntArray
 
 Result = Mapping[str, Any]
 _CHOSEN = "lanes"  # the balancer of fusco's systems, unless they say no

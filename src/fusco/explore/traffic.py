@@ -12,10 +12,10 @@ import torch
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.explore.views import BalancerLoads, Bar, CopiesView, LinksView, MatrixView
 from fusco.explore.wording import amount, percent, ratio
 from fusco.planner.balancer import BALANCERS
+from fusco.planner.forwarding import select_tokens
 from fusco.planner.traffic import Traffic
 
 MAX_CELLS = 256  # of a side of a matrix: with more ranks cells are nodes, with more nodes several nodes

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from fusco.placement.batch import Balance
+from fusco.core.balance import Balance
 
 
 @dataclass(frozen=True)

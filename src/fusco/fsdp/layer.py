@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fusco.core.balance import Balance
 from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.experts import Experts
 from fusco.fsdp.row_counts import RowCounter
-from fusco.placement.batch import Balance
 
 _LAYER = "_fusco_layer"  # the attribute
 

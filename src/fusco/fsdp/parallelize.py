@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fusco.core.balance import Balance
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
 from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_parameters, on_all_ranks
@@ -21,7 +22,6 @@ from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.optimizer_checks import refuse_unsharded_optimizers
 from fusco.fsdp.scaled_inputs import ScaledInputs
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
-from fusco.placement.batch import Balance
 
 
 def parallelize(

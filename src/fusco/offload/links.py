@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from fusco.core.board_files import board_pattern
 from fusco.rails.board import NamedRail
 from fusco.rails.rail import MAX_RAILS
 
@@ -89,8 +86,3 @@ def rails_of_links(links: GpuLinks) -> tuple[NamedRail, ...]:
         for name in (f"gpu{i} to host", f"host to gpu{i}")
     ]
     return tuple(rails[:MAX_RAILS])
-
-
-def links_board() -> Path:
-    """Return the board of PCIe links: one for each user and pid namespace, since it names workers by pid."""
-    return board_pattern("links", os.stat("/proc/self/ns/pid").st_ino)

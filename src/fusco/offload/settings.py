@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fusco.core.board_files import links_board
 from fusco.core.integers import check_integer
 from fusco.offload.driver import cuda_driver
-from fusco.offload.links import GpuLinks, links_board, nvml_links
+from fusco.offload.links import GpuLinks, nvml_links
 from fusco.offload.mover import MAX_SLOTS
 from fusco.rails.limits import Limits
 

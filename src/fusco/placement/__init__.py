@@ -6,6 +6,7 @@ are to be expected, ``plan_moves`` says which rank sends which expert to which.
 expert's weights; an expert's *home* is the place that it has without copies.
 """
 
-from fusco.placement.batch import Balance as Balance, BatchPlan as BatchPlan, plan_batch as plan_batch
+from fusco.core.balance import Balance as Balance, BatchPlan as BatchPlan
+from fusco.placement.batch import plan_batch as plan_batch
 from fusco.placement.moves import MovePlan as MovePlan, plan_moves as plan_moves
 from fusco.placement.placement import PlannedPlacement as PlannedPlacement, plan_placement as plan_placement

@@ -8,113 +8,28 @@ Shapes: E experts, R ranks, C copies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.balance import (
+    FIRST_GAP,
+    MOST_TRIES,
+    NUM_CAPS,
+    NUM_RULES,
+    NUM_TRIES,
+    PRECISION,
+    Balance,
+    BatchPlan,
+    aim_of,
+    limit_of,
+)
 from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
+from fusco.core.lanes import IntArray
 
-IntArray = npt.NDArray[np.int64]
-# The kernel of the same name plans as these say, too.
-NUM_CAPS = 20  # that are tried, at most
-NUM_RULES = 4  # of the ways of `_hold`: those without random choices
 _ANY = 2  # rule that takes any giver or taker
-MOST_TRIES, NUM_TRIES = 32, 2048  # with random choices; the latter over the square of the number of ranks
-PRECISION = 512  # parts of the aim, to which a cap is known
-FIRST_GAP = 128  # parts of the aim, between it and the second cap; gaps double
-
-
-@dataclass(frozen=True)
-class Balance:
-    """What a plan may do about a batch in which ranks have different numbers of rows.
-
-    Args:
-        spare_places: places for copied experts on each rank.
-        tolerance: the plan copies no more experts once the busiest rank has at most this share above the mean.
-        rows_per_copy: what it costs to copy an expert, in rows that an expert computes in that time. An expert is not
-            copied where this exceeds what the busiest rank is spared. The default, 0, is for copies that are hidden.
-    """
-
-    spare_places: int
-    tolerance: float = 0.02
-    rows_per_copy: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_integer("spare_places", self.spare_places, least=0)
-        for name in ("tolerance", "rows_per_copy"):
-            if not 0 <= (value := getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Copies of one batch: expert ``experts[i]`` is copied to rank ``ranks[i]``, which computes ``rows[i]`` rows.
-
-    Attributes:
-        rows_per_expert: int64 (E,), the rows of all ranks for each expert.
-        experts, ranks, rows: int64 (C,), in the order in which they were chosen. No rank has an expert twice.
-        loads: int64 (R,), the rows of each rank with these copies.
-        loads_before: int64 (R,), the rows of each rank without copies.
-        limit: why the busiest rank has more than the tolerance: no rank with a spare place has room (``"places"``), or
-            copies cost more than they save (``"copies"``); empty if it has not.
-    """
-
-    experts: IntArray
-    ranks: IntArray
-    rows: IntArray
-    loads: IntArray
-    loads_before: IntArray
-    limit: Literal["", "places", "copies"]
-    rows_per_expert: IntArray
-
-    @classmethod
-    def of_copies(
-        cls, rows: IntArray, homes: IntArray, num_ranks: int, balance: Balance, copies: IntArray, *, is_aim_held: bool
-    ) -> BatchPlan:
-        """Return the plan of copies (C, 3): expert, rank and rows of each."""
-        experts, ranks, moved = copies.T
-        before = np.bincount(homes, weights=rows, minlength=num_ranks).astype(np.int64)
-        aim = _aim(int(before.sum()), num_ranks, float(balance.tolerance))
-        loads = before + np.bincount(ranks, moved, num_ranks).astype(np.int64)
-        loads -= np.bincount(homes[experts], moved, num_ranks).astype(np.int64)
-        return cls(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), rows)
-
-    @cached_property
-    def busiest_over_mean(self) -> float:
-        """Rows of the busiest rank over the mean of all ranks; 1 for a batch without rows."""
-        return _over_mean(self.loads)
-
-    @cached_property
-    def busiest_over_mean_before(self) -> float:
-        """The same without copies."""
-        return _over_mean(self.loads_before)
-
-    @property
-    def spared_rows(self) -> int:
-        """Rows that copies spare the busiest rank."""
-        return int(self.loads_before.max(initial=0) - self.loads.max(initial=0))
-
-    def break_even_tokens(self, num_tokens: int, copies_us: float, row_us: float) -> int | None:
-        """Return the tokens of all ranks from which on copies that nothing hides save more than they take.
-
-        Args:
-            num_tokens: of this batch, whose routing all batches have.
-            copies_us: time in which all copies arrive.
-            row_us: time in which an expert computes a row.
-
-        Returns:
-            ``None`` if copies save nothing.
-
-        >>> plan = plan_batch([50, 30, 10, 10], [0, 0, 1, 1], num_ranks=2, balance=Balance(spare_places=1, tolerance=0))
-        >>> plan.break_even_tokens(100, copies_us=6.0, row_us=0.1)
-        200
-        """
-        saved_us = self.spared_rows * row_us
-        return round(num_tokens * copies_us / saved_us) if saved_us else None
 
 
 def plan_batch(
@@ -163,18 +78,7 @@ def plan_batch(
     if wrong >= 0:
         raise ValueError(f"expert {wrong} is on rank {homes[wrong]}, but there are {num_ranks} ranks")
     experts, ranks, moved = copies[:num_copies].T
-    return BatchPlan(experts, ranks, moved, loads, before, _limit(loads, aim, is_aim_held=is_aim_held), counts)
-
-
-def _limit(loads: IntArray, aim: int, *, is_aim_held: bool) -> Literal["", "places", "copies"]:
-    if loads.max() <= aim:
-        return ""
-    return "copies" if is_aim_held else "places"
-
-
-def _over_mean(loads: IntArray) -> float:
-    total = int(loads.sum())
-    return float(loads.max()) * len(loads) / total if total else 1.0
+    return BatchPlan(experts, ranks, moved, loads, before, limit_of(loads, aim, is_aim_held=is_aim_held), counts)
 
 
 class Givers(NamedTuple):
@@ -188,11 +92,6 @@ class Givers(NamedTuple):
     has: npt.NDArray[np.bool_]  # (E, R), the copies that exist; (0, R) if there are none
     ranks_per_node: int
     max_new: int  # copies beside those that exist
-
-
-@compiled()
-def _aim(total: int, num_ranks: int, tolerance: float) -> int:
-    return max(-(-total // num_ranks), int(total * (1 + tolerance) / num_ranks))
 
 
 @compiled()
@@ -215,7 +114,7 @@ def _plan(
         filled[homes[expert]] += 1
     places, has = np.full(num_ranks, len(copies) // num_ranks), np.zeros((0, num_ranks), np.bool_)
     givers = Givers(rows, order, first, before, places, has, ranks_per_node, len(copies))
-    aim = _aim(before.sum(), num_ranks, tolerance)
+    aim = aim_of(before.sum(), num_ranks, tolerance)
     num_copies, is_aim_held = plan_copies(givers, aim, rows_per_copy, copies, loads)
     return -1, aim, num_copies, is_aim_held
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusco.core.integers import check_integer
-from fusco.placement.batch import IntArray
+from fusco.core.lanes import IntArray
 from fusco.placement.moves import MovePlan
 
 _NUM_STEPS, _LEAST_STEP_BYTES, _MOST_STEP_BYTES = 8, 8 << 20, 64 << 20  # of a move as fast as possible

@@ -13,11 +13,12 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.balance import BatchPlan
 from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
+from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.placement.batch import BatchPlan, IntArray
 
 
 class _HasPlaces(Protocol):

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fusco.core.balance import Balance
 from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
-from fusco.placement.batch import Balance, Givers, IntArray, plan_batch, plan_copies
+from fusco.core.lanes import IntArray
+from fusco.placement.batch import Givers, plan_batch, plan_copies
 from fusco.placement.moves import plan_moves
 
 _TOTAL = 1 << 40  # what loads are scaled to, so that sums of integers are exact

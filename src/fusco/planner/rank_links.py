@@ -2,41 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from fractions import Fraction
-
 from fusco.core.config import RankLinks
-from fusco.core.topology import Topology
 from fusco.planner.lanes import most_of_link
-from fusco.rails.rail import owners_of
-
-
-def links_of_ranks(topology: Topology, networks: Sequence[int], num_rails: int) -> RankLinks | None:
-    """Return the NICs of each rank, in a unit in which all are integers; ``None`` if all ranks have as many.
-
-    The ranks of a node that are in one network namespace, ``networks[rank]``, share its rails as ``owners_of`` says.
-
-    Three rails for two ranks, and two for three:
-
-    >>> links_of_ranks(Topology.of_equal_nodes(4, 2), [7, 7, 8, 8], num_rails=3)
-    ((2, 1), (2, 1))
-    >>> links_of_ranks(Topology.of_equal_nodes(3, 3), [7, 7, 7], num_rails=2)
-    ((1, 2, 1),)
-    >>> links_of_ranks(Topology.of_equal_nodes(4, 2), [7, 7, 8, 9], num_rails=2)
-    ((1, 1), (2, 2))
-    """
-    shares = [Fraction(0)] * topology.world_size
-    for ranks in topology.node_to_ranks:
-        for network in {networks[rank] for rank in ranks}:
-            together = [rank for rank in ranks if networks[rank] == network]
-            for owners in owners_of(num_rails, len(together)):
-                for worker in owners:
-                    shares[together[worker]] += Fraction(1, len(owners))
-    if len(set(shares)) == 1:
-        return None
-    unit = math.lcm(*(share.denominator for share in shares))
-    return tuple(tuple(int(shares[rank] * unit) for rank in ranks) for ranks in topology.node_to_ranks)
 
 
 def most_crossing_rows(num_rows: int, rank_links: RankLinks | None) -> int:

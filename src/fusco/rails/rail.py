@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import math
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
+from fusco.core.config import RankLinks
 from fusco.core.environment import ALL_RAILS, RAILS_VARIABLE, rail_names
 from fusco.core.integers import check_integer
+from fusco.core.topology import Topology
 
 MAX_RAILS = 16  # rails of a host; the board has room for as many
 _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator
@@ -93,6 +97,33 @@ def owners_of(num_rails: int, num_workers: int) -> list[tuple[int, ...]]:
     ([(0, 2), (1,)], [(0,), (1,), (0,)])
     """
     return [tuple(range(rail, num_workers, num_rails)) or (rail % num_workers,) for rail in range(num_rails)]
+
+
+def links_of_ranks(topology: Topology, networks: Sequence[int], num_rails: int) -> RankLinks | None:
+    """Return the NICs of each rank, in a unit in which all are integers; ``None`` if all ranks have as many.
+
+    The ranks of a node that are in one network namespace, ``networks[rank]``, share its rails as ``owners_of`` says.
+
+    Three rails for two ranks, and two for three:
+
+    >>> links_of_ranks(Topology.of_equal_nodes(4, 2), [7, 7, 8, 8], num_rails=3)
+    ((2, 1), (2, 1))
+    >>> links_of_ranks(Topology.of_equal_nodes(3, 3), [7, 7, 7], num_rails=2)
+    ((1, 2, 1),)
+    >>> links_of_ranks(Topology.of_equal_nodes(4, 2), [7, 7, 8, 9], num_rails=2)
+    ((1, 1), (2, 2))
+    """
+    shares = [Fraction(0)] * topology.world_size
+    for ranks in topology.node_to_ranks:
+        for network in {networks[rank] for rank in ranks}:
+            together = [rank for rank in ranks if networks[rank] == network]
+            for owners in owners_of(num_rails, len(together)):
+                for worker in owners:
+                    shares[together[worker]] += Fraction(1, len(owners))
+    if len(set(shares)) == 1:
+        return None
+    unit = math.lcm(*(share.denominator for share in shares))
+    return tuple(tuple(int(shares[rank] * unit) for rank in ranks) for ranks in topology.node_to_ranks)
 
 
 def configured_rails(num_workers: int | None = None) -> tuple[Rail, ...]:

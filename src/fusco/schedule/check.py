@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fusco.core.lanes import IntArray
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.schedule import Schedule
-from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
+from fusco.schedule.stages import Stages, lower_bound_bytes
 from fusco.schedule.transfers import Transfers
 
 

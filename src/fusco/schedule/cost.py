@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from fusco.core.config import ScheduleMode
 from fusco.core.integers import check_integer
+from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.matrix import as_node_bytes
-from fusco.schedule.schedule import Schedule, ScheduleMode, make_schedule
-from fusco.schedule.stages import IntArray, Stages, lower_bound_bytes
+from fusco.schedule.schedule import Schedule, make_schedule
+from fusco.schedule.stages import Stages, lower_bound_bytes
 from fusco.schedule.transfers import Transfers
 
 _BYTES_PER_US_AND_GBS = 1000.0
@@ -105,6 +107,26 @@ def schedule_for(rank_bytes: IntArray, topology: Topology, links: Links, mode: S
         np.add.at(node_bytes, (node[:, None], node), rank_bytes)
         mode = choose_mode(node_bytes, topology.ranks_per_node, links)
     return make_schedule(rank_bytes, topology, mode=mode, lane_links=links.lane_links)
+
+
+def are_lanes_worth_it(
+    rank_bytes: IntArray, topology: Topology, slice_bytes: int, lane_links: tuple[int, ...] | None = None
+) -> bool:
+    """Return whether ranks send so unequally to other nodes that a schedule with lanes pays for its copies.
+
+    A rank must have more than 1/8, and a slice, above its share in the busiest node.
+
+    >>> topology = Topology.of_equal_nodes(world_size=4, ranks_per_node=2)
+    >>> uneven = np.array([[0, 9, 50, 50], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    >>> [are_lanes_worth_it(uneven * scale, topology, slice_bytes=1000) for scale in (1, 100)]
+    [False, True]
+    """
+    nodes = np.array(topology.rank_to_node)
+    crossing = np.where(nodes[:, None] != nodes, rank_bytes, 0)
+    loads = np.stack((crossing.sum(axis=1), crossing.sum(axis=0)))[:, np.array(topology.node_to_ranks)]
+    links = np.array(lane_links or (1,) * topology.ranks_per_node)
+    share = loads.sum(axis=2).max() * (links / links.sum())
+    return bool((loads > np.maximum(share * 9 / 8, share + slice_bytes)).any())
 
 
 def schedule_us(schedule: Schedule, links: Links) -> float:

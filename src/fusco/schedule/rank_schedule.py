@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fusco.core.lanes import IntArray
 from fusco.schedule.schedule import Schedule
-from fusco.schedule.stages import IntArray
 from fusco.schedule.transfers import Transfers
 
 # Memories of a rank: its input, its output, and two buffers for bytes between two transfers.

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from fusco.core.config import ScheduleMode
+from fusco.core.lanes import IntArray
 from fusco.core.topology import Topology
 from fusco.schedule import lanes
 from fusco.schedule.decomposition import decompose, spread_out
 from fusco.schedule.matrix import as_matrix
-from fusco.schedule.stages import IntArray, Stages
+from fusco.schedule.stages import Stages
 from fusco.schedule.transfers import Transfers
-
-ScheduleMode = Literal["exact", "few", "spread-out"]
 
 _SRC_LOCAL, _SRC_LANE = (lanes.SRC_NODE, lanes.SRC_LOCAL), (lanes.SRC_NODE, lanes.LANE)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from fusco.schedule.stages import IntArray
+from fusco.core.lanes import IntArray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

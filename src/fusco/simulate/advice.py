@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fusco.placement import Balance, plan_batch
+from fusco.core.balance import Balance
+from fusco.placement import plan_batch
 from fusco.simulate.cluster import DEFAULT_SOURCE, Cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.result import SimulationResult

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from fusco.core.config import ScheduleMode
 from fusco.core.lanes import IntArray
 from fusco.schedule import Links
 from fusco.schedule.cost import schedule_for
-from fusco.schedule.schedule import ScheduleMode
 from fusco.schedule.transfers import Transfers
 from fusco.simulate.cluster import Cluster
 from fusco.simulate.demand import Demand

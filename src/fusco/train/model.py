@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
+from fusco.core.balance import Balance
 from fusco.fsdp.qwen3 import Qwen3Shape, make_glm4, make_qwen3
-from fusco.placement.batch import Balance
 from fusco.train.job import TrainingJob
 from fusco.train.text import mix_seed
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from fusco.core.balance import Balance
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.placement import MovePlan, plan_batch, plan_moves, plan_placement
-from fusco.placement.batch import Balance
 from fusco.placement.move_steps import MoveSteps
 from fusco.placement.moves import as_places, places_of_copies
 from timing import relative_time

@@ -13,7 +13,7 @@ from fusco.core.config import EngineConfig
 from fusco.cpu.layout import CpuLayout
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.agreed_lanes import agreed_lanes
-from fusco.planner.rank_links import links_of_ranks
+from fusco.rails.rail import links_of_ranks
 
 NETWORKS = [7, 7, 8, 8]  # of two hosts
 

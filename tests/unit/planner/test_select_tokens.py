@@ -5,8 +5,7 @@ import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.cpu.kernels.select_tokens import select_tokens
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.forwarding import mark_destinations, select_tokens
 from generator import number_of, random_of
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-import fusco
 from fusco.core.environment import may_share_gpus
+from fusco.core.version import __version__
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance  # exists for type checkers only
@@ -25,7 +25,7 @@ _Record = TypeVar("_Record", bound="DataclassInstance")
 def versions(*more: str) -> dict[str, str]:
     """Return the versions of Python, fusco and its packages, and of ``more`` packages."""
     packages = {name: version(name) for name in ("torch", "numba", "numpy", *more)}
-    return {"python": platform.python_version(), "fusco": fusco.__version__, **packages}
+    return {"python": platform.python_version(), "fusco": __version__, **packages}
 
 
 def hardware(device: str = "cpu") -> dict[str, str | int | float]:

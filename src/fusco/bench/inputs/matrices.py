@@ -9,8 +9,8 @@ import numpy as np
 
 from fusco.bench.inputs.arrays import load_array, load_integers_of_csv
 from fusco.bench.names import ExchangeMatrix, MatrixKind
+from fusco.core.lanes import IntArray
 from fusco.schedule.matrix import as_matrix
-from fusco.schedule.stages import IntArray
 
 if TYPE_CHECKING:
     from fusco.bench.inputs.traffic import Workload  # it loads torch

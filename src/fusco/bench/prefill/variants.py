@@ -25,6 +25,7 @@ from fusco.bench.prefill.iterations import CallClock
 from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.shuffle.baseline import BaselineShuffle
 from fusco.bench.shuffle.peers import BufferShuffle
+from fusco.core.balance import Balance
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
@@ -32,7 +33,6 @@ from fusco.core.topology import Topology
 from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TimedDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
-from fusco.placement.batch import Balance
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -11,8 +11,8 @@ from fusco.bench.inputs.traffic import Workload
 from fusco.bench.shuffle.no_planner import expand
 from fusco.bench.shuffle.variants import balancer_of, has_fixed_messages, is_of_caller
 from fusco.core.lanes import IntArray
-from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.planner.balancer import BALANCERS
+from fusco.planner.forwarding import select_tokens
 from fusco.planner.traffic import Traffic
 
 

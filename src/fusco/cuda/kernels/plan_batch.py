@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fusco.core.balance import FIRST_GAP, MOST_TRIES, NUM_CAPS, NUM_RULES, NUM_TRIES, PRECISION, Balance, BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.abi import I32, POINTER, WARP_SIZE, pinned, struct
 from fusco.cuda.kernels.choose_owners import DeviceOwnerTables
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import PLAN_BATCH_WARPS
-from fusco.placement.batch import FIRST_GAP, MOST_TRIES, NUM_CAPS, NUM_RULES, NUM_TRIES, PRECISION, Balance, BatchPlan
 
 _COPY_INTS = 3  # expert, rank, rows
 _HEADER_INTS = 2  # number of copies, and whether the aim could be held

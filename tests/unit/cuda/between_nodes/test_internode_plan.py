@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
-from fusco.cpu.kernels.select_tokens import select_tokens
 from fusco.cuda.between_nodes.plan import InternodePlan
 from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors, _joined
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.within_node.device_plan import _concatenated
+from fusco.planner.forwarding import select_tokens
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, number_of

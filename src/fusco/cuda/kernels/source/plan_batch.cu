@@ -3,7 +3,7 @@
 // One block, whose warps try the ways to hold a cap, each with its own state in shared memory. The lanes of a warp find
 // giver, expert and taker of a copy by reductions. Twin: plan_batch of placement/batch.py, OwnerTables of planner/owners.py.
 //
-// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, and those of placement/batch.py: NUM_CAPS, NUM_RULES, MOST_TRIES,
+// Compile-time constants: ARGUMENT_BYTES, NUM_THREADS, and those of core/balance.py: NUM_CAPS, NUM_RULES, MOST_TRIES,
 // NUM_TRIES, PRECISION, FIRST_GAP.
 #include "base.cuh"
 

@@ -6,12 +6,12 @@ from typing import NoReturn
 
 import torch
 
-import fusco
+from fusco.core.version import __version__ as _version
 from fusco.integrations.deep_ep.buffer import Buffer, Config
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap
 from fusco.integrations.deep_ep.hybrid_ep_buffer import HybridEPBuffer
 
-__version__ = f"1.2.1+fusco.{fusco.__version__}"
+__version__ = f"1.2.1+fusco.{_version}"
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "HybridEPBuffer", "topk_idx_t"]
 
 topk_idx_t = torch.int64
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-logging.getLogger("fusco").info("deep_ep is fusco %s, from %s", fusco.__version__, __file__)
+logging.getLogger("fusco").info("deep_ep is fusco %s, from %s", _version, __file__)
