@@ -16,14 +16,6 @@ enum { READ_BUDGET = 4 << 20 /* bytes read before other connections get their tu
 
 /* ---- what fails, in words ---- */
 
-const char *channel_wrong(struct channel *channel, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(channel->problem, sizeof channel->problem, format, arguments);
-  va_end(arguments);
-  return channel->problem;
-}
-
 void channel_note_failure(struct channel *channel, int rail, const char *reason) { snprintf(channel->failures[rail], TEXT_BYTES, "%s", reason); }
 
 /* " to ADDRESS:PORT" of the other end of a rail, if this end dialled it. */
@@ -34,6 +26,35 @@ static const char *describe_peer(const struct channel *channel, int rail, char t
   if (!num_bytes || getnameinfo(address, num_bytes, host, sizeof host, port, sizeof port, NI_NUMERICHOST | NI_NUMERICSERV)) return "";
   snprintf(text, TEXT_BYTES, strchr(host, ':') ? " to [%s]:%s" : " to %s:%s", host, port);
   return text;
+}
+
+static void end_connection(struct connection *connection, bool aborts) {
+  struct channel *channel = connection->channel;
+  channel->connections[connection->rail] = NULL;
+  channel->num_connections--;
+  channel->num_owed -= connection->num_credits - connection->credits_sent;
+  atomic_fetch_and(&channel->usable, ~(1u << connection->rail));
+  channel->scheduler.view.usable = channel->usable;
+  for (int i = 0; i < connection->num_outstanding; i++) {
+    if (!connection->outstanding[i].has_passed) scheduler_completed(&channel->scheduler, connection->rail, 0);
+  }
+  connection->num_outstanding = 0;
+  connection->is_closed = true;
+  loop_forget(channel->loop, &connection->watched, aborts);
+}
+
+static void end_all(struct channel *channel) {
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    if (channel->connections[rail]) end_connection(channel->connections[rail], true);
+  }
+}
+
+static void stop_dialling(struct channel *channel) {
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    struct watched *joining = channel->attempts[rail].joining;
+    if (joining) loop_forget(channel->loop, joining, false);
+    channel->attempts[rail].joining = NULL;
+  }
 }
 
 /* Break the channel: all requests fail, all connections end. The reason names each rail: connected, or why it failed. */
@@ -56,8 +77,8 @@ static void fail(struct channel *channel, int result, bool names_rails, const ch
   channel->num_seen = channel->num_connections;
   channel->is_told = !messages_are_done(channel) || !channel->was_connected; /* else it has lost nothing yet, such as at the end of a job */
   say(host, channel->is_told, "worker %d: %s", host->worker, text);
-  channel_end_all(channel, true);
-  joining_give_up(channel);
+  end_all(channel);
+  stop_dialling(channel);
   messages_fail(channel, result);
   atomic_store(&channel->is_closed, true);
   host_changed(channel->host);
@@ -66,6 +87,8 @@ static void fail(struct channel *channel, int result, bool names_rails, const ch
 void channel_unreachable(struct channel *channel, const char *reason) {
   fail(channel, PEER_LOST, true, "worker %d is unreachable, %s: ", channel->peer, reason);
 }
+
+static void drop(struct connection *connection, const char *reason, bool tells_peer);
 
 /* ---- chunks ---- */
 
@@ -91,7 +114,7 @@ static void write_all(struct channel *channel) {
     if (!connection || connection->wants_write || !connection_has_output(connection)) continue;
     const char *why = write_or_read_rest(connection);
     if (why) {
-      channel_drop(connection, why, true);
+      drop(connection, why, true);
     } else if (connection->wants_write) {
       loop_watch(channel->loop, &connection->watched, EPOLLIN | EPOLLOUT);
     }
@@ -149,10 +172,32 @@ static void rescue(struct channel *channel, int64_t now) {
 
 /* ---- records ---- */
 
-struct record channel_credit(struct channel *channel, uint16_t kind, uint64_t seq, uint64_t size, uint32_t slot) {
+static struct record credit(struct channel *channel, uint16_t kind, uint64_t seq, uint64_t size, uint32_t slot) {
   struct record record = {.seq = seq, .size = size, .slot = slot, .kind = kind};
   scheduler_stamp(&channel->scheduler, &record.mask, &record.epoch);
   return record;
+}
+
+static void grant(struct channel *channel, uint64_t seq) {
+  struct record record = credit(channel, GRANT, seq, messages_incoming(channel, seq)->size, 0);
+  struct connection *best = NULL;
+  for (int rail = 0; rail < channel->num_rails; rail++) {
+    struct connection *each = channel->connections[rail];
+    if (each && (!best || (connection_has_output(best) && !connection_has_output(each)))) best = each;
+  }
+  if (best) connection_credit(best, &record);
+}
+
+/* Grant what was not granted yet; a sender has no room for more than so many buffers ahead of its messages. */
+static void grant_more(struct channel *channel) {
+  while (!channel->error && channel->next_grant < channel->receives.end && channel->next_grant < channel->receives.first + MAX_GRANTS) grant(channel, channel->next_grant++);
+}
+
+/* Earlier grants may have been lost; repeated ones have no effect. */
+static void grant_again(struct channel *channel) {
+  for (uint64_t seq = channel->receives.first; seq < channel->next_grant; seq++) {
+    if (!messages_incoming(channel, seq)->chunks) grant(channel, seq);
+  }
 }
 
 static const char *take_ack(struct connection *connection, const struct record *record) {
@@ -160,22 +205,23 @@ static const char *take_ack(struct connection *connection, const struct record *
   scheduler_credit(&channel->scheduler, record->mask, record->epoch);
   struct posted *posted = connection_find(connection, record->seq, record->slot);
   if (!posted || posted->is_queued) {
-    return channel_wrong(channel, "chunk %u of message %llu was acknowledged, but not sent", record->slot, (unsigned long long)record->seq);
+    return problem_of(channel, "chunk %u of message %llu was acknowledged, but not sent", record->slot, (unsigned long long)record->seq);
   }
   if (!posted->has_passed) connection_note_passed(connection, posted);
   connection_remove(connection, posted);
   return messages_acked(channel, record->seq, record->slot);
 }
 
-const char *channel_take(struct connection *connection, const struct record *record, bool was_wanted) {
+static const char *take_record(struct connection *connection, const struct record *record, bool was_wanted) {
   struct channel *channel = connection->channel;
   if (record->kind == DATA || record->kind == TOO_LARGE) {
     if (channel->closing_ns) return NULL;
-    struct record ack = channel_credit(channel, ACK, record->seq, record->size, record->slot);
+    struct record ack = credit(channel, ACK, record->seq, record->size, record->slot);
     connection_credit(connection, &ack);
     if (was_wanted) {
       board_received(&channel->host->sharing.board, connection->rail, record->mask);
       messages_arrived(channel, record);
+      grant_more(channel);
     }
     return NULL;
   }
@@ -186,14 +232,14 @@ const char *channel_take(struct connection *connection, const struct record *rec
   }
   if (record->kind == RAIL_DOWN) {
     struct connection *failed = record->slot < MAX_RAILS ? channel->connections[record->slot] : NULL;
-    if (failed && failed != connection && failed->incarnation == record->epoch) channel_drop(failed, "the peer says that it has failed", false);
+    if (failed && failed != connection && failed->incarnation == record->epoch) drop(failed, "the peer says that it has failed", false);
     return NULL;
   }
   channel->peer_said_bye = true;
   return "the peer has closed the channel";
 }
 
-void channel_on_event(struct watched *watched, uint32_t events) {
+static void on_connection(struct watched *watched, uint32_t events) {
   struct connection *connection = (struct connection *)watched;
   struct channel *channel = connection->channel;
   const char *why = NULL;
@@ -202,7 +248,7 @@ void channel_on_event(struct watched *watched, uint32_t events) {
     if (!why && !connection->wants_write) loop_watch(channel->loop, watched, EPOLLIN);
   }
   if (!why && events & ~(uint32_t)EPOLLOUT) why = connection_read(connection, READ_BUDGET);
-  if (why) channel_drop(connection, why, true);
+  if (why) drop(connection, why, true);
   if (channel->closing_ns || channel->error) return;
   if (channel->host->is_nccl) { /* has many channels: chunks follow in turn */
     write_all(channel);
@@ -213,36 +259,15 @@ void channel_on_event(struct watched *watched, uint32_t events) {
 
 /* ---- connections ---- */
 
-static void end(struct connection *connection, bool aborts) {
-  struct channel *channel = connection->channel;
-  channel->connections[connection->rail] = NULL;
-  channel->num_connections--;
-  channel->num_owed -= connection->num_credits - connection->credits_sent;
-  atomic_fetch_and(&channel->usable, ~(1u << connection->rail));
-  channel->scheduler.view.usable = channel->usable;
-  for (int i = 0; i < connection->num_outstanding; i++) {
-    if (!connection->outstanding[i].has_passed) scheduler_completed(&channel->scheduler, connection->rail, 0);
-  }
-  connection->num_outstanding = 0;
-  connection->is_closed = true;
-  loop_forget(channel->loop, &connection->watched, aborts);
-}
-
-void channel_end_all(struct channel *channel, bool aborts) {
-  for (int rail = 0; rail < channel->num_rails; rail++) {
-    if (channel->connections[rail]) end(channel->connections[rail], aborts);
-  }
-}
-
 void channel_attach(struct channel *channel, int fd, int rail, uint32_t incarnation) {
-  if (channel->connections[rail]) channel_drop(channel->connections[rail], "the peer has connected again", true);
+  if (channel->connections[rail]) drop(channel->connections[rail], "the peer has connected again", true);
   if (channel->error || channel->closing_ns) {
     const struct record bye = {.kind = BYE, .magic = RECORD_MAGIC};
     send(fd, &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT); /* the buffer of a new socket holds it */
     close(fd);
     return;
   }
-  struct connection *connection = connection_new(channel, fd, rail, incarnation);
+  struct connection *connection = connection_new(channel, fd, rail, incarnation, on_connection, take_record);
   connection->progress_ns = channel->loop->clock_ns;
   channel->connections[rail] = connection;
   channel->num_connections++;
@@ -254,15 +279,15 @@ void channel_attach(struct channel *channel, int fd, int rail, uint32_t incarnat
   host_changed(channel->host);
   const char *why = loop_add(channel->loop, &connection->watched, EPOLLIN);
   if (why) {
-    channel_drop(connection, why, true);
+    drop(connection, why, true);
     return;
   }
-  if (channel->num_connections == 1) messages_grant_again(channel);
+  if (channel->num_connections == 1) grant_again(channel);
   pump(channel);
 }
 
 /* Give a connection up: what it had is sent over the other rails. */
-void channel_drop(struct connection *connection, const char *reason, bool tells_peer) {
+static void drop(struct connection *connection, const char *reason, bool tells_peer) {
   struct channel *channel = connection->channel;
   if (connection->is_closed) return;
   struct record down = {.slot = (uint32_t)connection->rail, .epoch = connection->incarnation, .kind = RAIL_DOWN};
@@ -270,7 +295,7 @@ void channel_drop(struct connection *connection, const char *reason, bool tells_
   for (int i = 0; i < connection->num_outstanding; i++) {
     messages_put_back(channel, connection->outstanding[i].seq, connection->outstanding[i].chunk);
   }
-  end(connection, true);
+  end_connection(connection, true);
   if (channel->closing_ns) return;
   if (channel->peer_said_bye && !channel->num_connections) {
     fail(channel, PEER_LEFT, false, "worker %d has closed its channel", channel->peer);
@@ -284,30 +309,32 @@ void channel_drop(struct connection *connection, const char *reason, bool tells_
   for (int rail = 0; tells_peer && rail < channel->num_rails; rail++) {
     if (channel->connections[rail]) connection_credit(channel->connections[rail], &down);
   }
-  messages_grant_again(channel);
+  grant_again(channel);
   pump(channel);
 }
 
 /* ---- for the loop ---- */
 
-void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *is_busy) {
-  const struct host *host = channel->host;
-  const struct limits *limits = &host->sharing.limits;
-  if (channel->closing_ns || channel->error) return;
+bool channel_check(struct channel *channel, int64_t now, uint32_t links, bool *is_busy) {
+  if (channel->closing_ns || channel->error) return false;
   for (int rail = 0; rail < channel->num_rails; rail++) {
     struct connection *connection = channel->connections[rail];
     if (!connection) continue;
     if (!(links >> rail & 1)) {
-      channel_drop(connection, "the interface has no link", true);
+      drop(connection, "the interface has no link", true);
     } else if (connection_owes_too_much(connection)) {
-      channel_drop(connection, NOT_READ, true);
+      drop(connection, NOT_READ, true);
     } else if (connection_is_stalled(connection, now)) {
-      channel_drop(connection, channel_wrong(channel, "the peer acknowledged nothing for %g s", limits->stall_s), true);
+      drop(connection, problem_of(channel, "the peer acknowledged nothing for %g s", channel->host->sharing.limits.stall_s), true);
     }
   }
   *is_busy |= !messages_are_done(channel) || channel->num_connections < channel->num_rails;
-  if (channel->dials && !channel->peer_said_bye && !channel->error) joining_dial(channel, now, links);
-  if (channel->num_connections || channel->error) return;
+  return channel->dials && !channel->peer_said_bye && !channel->error;
+}
+
+void channel_check_rails(struct channel *channel, int64_t now) {
+  const struct host *host = channel->host;
+  if (channel->closing_ns || channel->num_connections || channel->error) return;
   if (!channel->was_connected) {
     if (host->is_nccl && channel->dials && now_ns() - channel->created_ns > (int64_t)(1e9 * host->timeout_s)) {
       fail(channel, PEER_LOST, true, "no rail to worker %d was connected within %g s: ", channel->peer, host->timeout_s);
@@ -315,7 +342,7 @@ void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *i
     return;
   }
   if (!channel->without_rail_ns) channel->without_rail_ns = now;
-  if (now - channel->without_rail_ns > (int64_t)(1e9 * limits->no_rail_s)) channel_unreachable(channel, "no rail is left");
+  if (now - channel->without_rail_ns > (int64_t)(1e9 * host->sharing.limits.no_rail_s)) channel_unreachable(channel, "no rail is left");
 }
 
 /* End a connection of a channel that closes, once the peer has read everything: what arrives here meanwhile is discarded,
@@ -326,7 +353,7 @@ static void end_when_written(struct connection *connection, int64_t now) {
     connection->drains_until_ns = now + DRAINING_NS;
     shutdown(connection->watched.fd, SHUT_WR);
   }
-  if (now - connection->channel->closing_ns > CLOSING_NS || (!has_output && now > connection->drains_until_ns)) end(connection, has_output);
+  if (now - connection->channel->closing_ns > CLOSING_NS || (!has_output && now > connection->drains_until_ns)) end_connection(connection, has_output);
 }
 
 void channel_step(struct channel *channel, int64_t now, bool rescues, int64_t *wait_ns) {
@@ -348,15 +375,25 @@ void channel_step(struct channel *channel, int64_t now, bool rescues, int64_t *w
   }
 }
 
+static void fail_as_closed(struct channel *channel) {
+  stop_dialling(channel);
+  if (!channel->error) snprintf(channel->reason, sizeof channel->reason, "the channel was closed");
+  messages_fail(channel, channel->error ? channel->error : CHANNEL_CLOSED);
+}
+
+void channel_abandon(struct channel *channel) {
+  end_all(channel);
+  fail_as_closed(channel);
+  channel->closing_ns = 1;
+}
+
 /* Fail what is not done, tell the peer, and end once that is written. */
 static void begin_close(struct channel *channel, int64_t now) {
   const struct record bye = {.kind = BYE};
   for (int rail = 0; rail < channel->num_rails; rail++) {
     if (channel->connections[rail]) connection_release_memory(channel->connections[rail]);
   }
-  joining_give_up(channel);
-  if (!channel->error) snprintf(channel->reason, sizeof channel->reason, "the channel was closed");
-  messages_fail(channel, channel->error ? channel->error : CHANNEL_CLOSED);
+  fail_as_closed(channel);
   for (int rail = 0; rail < channel->num_rails; rail++) {
     if (channel->connections[rail]) connection_credit(channel->connections[rail], &bye);
   }
@@ -383,6 +420,7 @@ void channel_ready(struct channel *channel) {
   if (gives_up) fail(channel, PEER_LOST, true, "%s", gives_up);
   free(gives_up);
   messages_take_posted(channel);
+  grant_more(channel);
   if (closes && !channel->closing_ns) {
     begin_close(channel, now_ns());
   } else if (!channel->error) {

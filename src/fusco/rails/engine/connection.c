@@ -29,11 +29,12 @@ static void release(struct watched *watched) {
   free(connection);
 }
 
-struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation) {
+struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation, event_handler *on_event, record_handler *take) {
   struct connection *connection = calloc(1, sizeof *connection);
   if (!connection) abort();
-  connection->watched = (struct watched){channel_on_event, release, fd, NULL};
+  connection->watched = (struct watched){on_event, release, fd, NULL};
   connection->channel = channel;
+  connection->take = take;
   connection->rail = rail;
   connection->incarnation = incarnation;
   connection->progress_ns = now_ns();
@@ -188,7 +189,7 @@ static const char *take_header(struct connection *connection) {
   if (record->magic != RECORD_MAGIC || record->kind < DATA || record->kind > BYE || record->size > INT64_MAX) {
     return "bytes that are not a record";
   }
-  if (record->kind != DATA && record->kind != TOO_LARGE) return channel_take(connection, record, true);
+  if (record->kind != DATA && record->kind != TOO_LARGE) return connection->take(connection, record, true);
   connection->reads_payload = true;
   connection->num_payload = 0;
   return NULL;
@@ -235,7 +236,7 @@ const char *connection_read(struct connection *connection, ssize_t budget) {
       connection->num_payload += (size_t)num;
       if (connection->num_payload == record->mask) {
         connection->reads_payload = false;
-        why = channel_take(connection, record, is_wanted);
+        why = connection->take(connection, record, is_wanted);
       }
     }
     if ((size_t)num < room) break; /* the socket is empty */

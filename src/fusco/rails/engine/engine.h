@@ -1,15 +1,16 @@
 /* Messages over all idle NICs of a host.
  *
  *   endpoint.c  nccl.c    who calls: Python (fusco.rails) and NCCL
- *   host.c                configuration and life of an endpoint
+ *   opening.c             configuration and life of an endpoint
  *   loop.c                its threads, or its polling; each loop waits for the sockets of its channels
  *   joining.c             listening, dialling and handshakes
  *   channel.c             connections of a channel, their failure and replacement
  *   messages.c            requests in order, as chunks
  *   connection.c          credits and chunks out, records and payloads in
+ *   watched.c  host.c     descriptors that a loop waits for, and what all channels of an endpoint share
  *   schedule.c  board.c   the choice of a rail, and what workers know of each other
  *
- * A channel belongs to one loop, so its state needs no lock. Callers append requests to a list of the channel, under the
+ * Each calls only what is below it. A channel belongs to one loop, so its state needs no lock. Callers append requests to a list of the channel, under the
  * loop's lock, and read their state.
  */
 #pragma once
@@ -39,8 +40,10 @@ void hmac_sha256(const uint8_t key[SECRET_BYTES], const void *message, size_t nu
 void random_bytes(void *to, size_t num_bytes);
 
 /* ---- loop.c ---- */
+struct watched;
+typedef void event_handler(struct watched *self, uint32_t events);
 struct watched { /* the first member of what waits for a descriptor */
-  void (*on_event)(struct watched *self, uint32_t events);
+  event_handler *on_event;
   void (*release)(struct watched *self);
   int fd;
   struct watched *next_dead;
@@ -71,12 +74,15 @@ bool loop_start(struct loop *loop);                              /* its thread; 
 void loop_stop(struct loop *loop);
 int64_t loop_poll(struct loop *loop); /* without a thread; nanoseconds until it is to be called again at the latest */
 void loop_take_ready(struct loop *loop);
+void loop_free(struct loop *loop);
+
+/* ---- watched.c ---- */
+void loop_wake(struct loop *loop);
 const char *loop_add(struct loop *loop, struct watched *watched, uint32_t events); /* NULL, or why not: no memory, say */
 void loop_watch(struct loop *loop, struct watched *watched, uint32_t events);      /* for other events than before */
 void loop_forget(struct loop *loop, struct watched *watched, bool aborts); /* closes and, later, releases it */
 int loop_detach(struct loop *loop, struct watched *watched);               /* the same, but returns the descriptor */
 bool loop_kick(struct channel *channel, bool closes, bool is_released); /* has its loop look at it; false if it has ended */
-void loop_free(struct loop *loop);
 
 /* ---- host.c: what all channels of an endpoint share ---- */
 struct config { /* texts; NULL: the default */
@@ -138,17 +144,12 @@ struct host {
   unsigned next_loop;
 };
 
-struct host *host_open(const struct config *config, bool is_nccl, int num_loops, void (*log)(bool, const char *), char *why); /* NULL with why */
-bool host_start(struct host *host, char *why); /* its threads; false after closing it */
-void host_close(struct host *host);            /* channels that are open end at once, and stay with their owners */
-void host_stop_all(void);                      /* when the process ends */
 void host_changed(struct host *host);
 bool host_wait(struct host *host, uint32_t seen, int64_t limit_ns);
 void host_check_links(struct host *host);
 bool host_defers(const struct host *host, int rail); /* whether its traffic on a rail asks for a lower network priority */
 double host_least_late_s(const struct host *host, int rail);
 void set_port(struct sockaddr_storage *address, int port);
-bool parse_ip(const char *text, struct sockaddr_storage *address, socklen_t *num_bytes);
 void say(const struct host *host, bool warns, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* ---- the wire: records of 32 bytes; DATA and TOO_LARGE are followed by a payload of `mask` bytes ----
@@ -187,9 +188,13 @@ struct posted { /* a chunk that was given to a connection */
   bool has_passed;         /* it has left the network: the kernel of the peer has it, so it delays nothing on the rail */
 };
 
+struct connection;
+typedef const char *record_handler(struct connection *connection, const struct record *record, bool was_wanted); /* NULL, or why it must end */
+
 struct connection {
   struct watched watched;
   struct channel *channel;
+  record_handler *take; /* of each record that has arrived, with its payload */
   int rail;
   uint32_t incarnation; /* counts the connections of this channel and rail */
   struct posted outstanding[MAX_OUTSTANDING]; /* in the order in which they are written */
@@ -210,7 +215,7 @@ struct connection {
   int64_t progress_ns, drains_until_ns; /* 0: it does not close */
 };
 
-struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation);
+struct connection *connection_new(struct channel *channel, int fd, int rail, uint32_t incarnation, event_handler *on_event, record_handler *take);
 void connection_credit(struct connection *connection, const struct record *record);
 bool connection_has_output(const struct connection *connection);
 bool connection_owes_too_much(const struct connection *connection);
@@ -263,13 +268,15 @@ bool messages_has_chunk(const struct channel *channel);
 bool messages_pop(struct channel *channel, uint64_t *seq, uint32_t *chunk);
 struct request *messages_outgoing(const struct channel *channel, uint64_t seq, uint32_t chunk); /* NULL: not needed any more */
 uint32_t messages_payload(const struct channel *channel, const struct request *message, uint32_t chunk, const char **payload);
-void messages_grant_again(struct channel *channel);
+struct request *messages_incoming(const struct channel *channel, uint64_t seq); /* NULL: done */
 const char *messages_granted(struct channel *channel, uint64_t seq, uint64_t size);
 const char *messages_acked(struct channel *channel, uint64_t seq, uint32_t chunk);
 char *messages_target(struct channel *channel, const struct record *record, bool *is_wanted, const char **why);
 void messages_arrived(struct channel *channel, const struct record *record);
 void messages_fail(struct channel *channel, int result);
 bool messages_are_done(const struct channel *channel);
+/* What is wrong with what a peer does, in words that stay until it does something wrong again. */
+const char *problem_of(struct channel *channel, const char *format, ...) __attribute__((format(printf, 2, 3)));
 bool request_wait(struct request *request, int64_t limit_ns);
 
 /* ---- channel.c ---- */
@@ -278,7 +285,7 @@ struct attempt { /* to connect a rail */
   int64_t denied_since_ns; /* all attempts since then ended at a process that does not take this end for its peer; 0: the last did not */
   uint32_t incarnation;
   bool was_connected, is_refused;
-  struct joining *joining;
+  struct watched *joining; /* whose handshake is under way */
 };
 
 struct arrival { /* a connection that a peer has made */
@@ -337,19 +344,14 @@ void channel_free(struct channel *channel);
 /* for its loop */
 void channel_ready(struct channel *channel);
 void channel_step(struct channel *channel, int64_t now, bool rescues, int64_t *wait_ns);
-void channel_check(struct channel *channel, int64_t now, uint32_t links, bool *is_busy);
+bool channel_check(struct channel *channel, int64_t now, uint32_t links, bool *is_busy); /* its connections; true: dial rails that have none */
+void channel_check_rails(struct channel *channel, int64_t now); /* that one is left */
 bool channel_waits(const struct channel *channel);
 bool channel_has_ended(const struct channel *channel);
-void channel_end_all(struct channel *channel, bool aborts);
+void channel_abandon(struct channel *channel); /* its loop ends */
 void channel_attach(struct channel *channel, int fd, int rail, uint32_t incarnation);
-void channel_drop(struct connection *connection, const char *reason, bool tells_peer);
 void channel_unreachable(struct channel *channel, const char *reason);
 void channel_note_failure(struct channel *channel, int rail, const char *reason);
-/* for its connections */
-void channel_on_event(struct watched *watched, uint32_t events);
-struct record channel_credit(struct channel *channel, uint16_t kind, uint64_t seq, uint64_t size, uint32_t slot);
-const char *channel_take(struct connection *connection, const struct record *record, bool was_wanted);
-const char *channel_wrong(struct channel *channel, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ---- joining.c: handshakes, listening and dialling ---- */
 bool joining_listen(struct host *host, char *why); /* on all rails */
@@ -360,6 +362,12 @@ void joining_withdraw(struct host *host, struct listen *listen); /* frees it */
 void joining_check_host(struct host *host, int64_t now);
 void joining_stop(struct host *host);
 void joining_dial(struct channel *channel, int64_t now, uint32_t links);
-void joining_give_up(struct channel *channel);
+
+/* ---- opening.c ---- */
+struct host *host_open(const struct config *config, bool is_nccl, int num_loops, void (*log)(bool, const char *), char *why); /* NULL with why */
+bool host_start(struct host *host, char *why); /* its threads; false after closing it */
+void host_close(struct host *host);            /* channels that are open end at once, and stay with their owners */
+void host_stop_all(void);                      /* when the process ends */
+bool parse_ip(const char *text, struct sockaddr_storage *address, socklen_t *num_bytes);
 
 #pragma GCC visibility pop

@@ -479,7 +479,8 @@ static void dial(struct channel *channel, int rail, int64_t now) {
     attempt->next_ns = now + RETRY_NS;
     return;
   }
-  struct joining *joining = attempt->joining = joining_new(channel->loop, fd, rail, on_server);
+  struct joining *joining = joining_new(channel->loop, fd, rail, on_server);
+  attempt->joining = &joining->watched;
   if (!attempt->limit_ns) attempt->limit_ns = FIRST_ATTEMPT_NS;
   attempt->begun_ns = now_ns();
   joining->channel = channel;
@@ -499,8 +500,9 @@ void joining_dial(struct channel *channel, int64_t now, uint32_t links) {
   for (int rail = 0; rail < channel->num_rails; rail++) {
     struct attempt *attempt = channel->attempts + rail;
     bool has_link = links >> rail & 1;
-    if (attempt->joining) {
-      if (now > attempt->joining->deadline_ns || !has_link) attempt_failed(attempt->joining, "no answer", false, false);
+    struct joining *joining = (struct joining *)attempt->joining;
+    if (joining) {
+      if (now > joining->deadline_ns || !has_link) attempt_failed(joining, "no answer", false, false);
     } else if (!channel->connections[rail] && !has_link) {
       channel_note_failure(channel, rail, "the interface has no link");
     } else if (!channel->connections[rail] && now >= attempt->next_ns) {
@@ -511,12 +513,4 @@ void joining_dial(struct channel *channel, int64_t now, uint32_t links) {
     are_denied |= is_denied;
   }
   if (all_refused) channel_unreachable(channel, are_denied ? "its address takes no rail of this end" : "it listens no more");
-}
-
-void joining_give_up(struct channel *channel) {
-  for (int rail = 0; rail < channel->num_rails; rail++) {
-    struct joining *joining = channel->attempts[rail].joining;
-    if (joining) loop_forget(joining->loop, &joining->watched, false);
-    channel->attempts[rail].joining = NULL;
-  }
 }

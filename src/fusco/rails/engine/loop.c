@@ -14,64 +14,12 @@
 enum { MAX_EVENTS = 64 };
 static const int64_t CHECK_NS = 50000000, IDLE_CHECK_NS = 250000000, BOARD_NS = 250000000, RESCUE_NS = 2000000;
 
-static void wake(struct loop *loop) {
-  uint64_t one = 1;
-  if (write(loop->wake_fd, &one, sizeof one) < 0) return; /* the counter is full, so it wakes anyway */
-}
-
 /* Wake other loops of the host whose channels wait for room on a rail, of which this one has given some back. */
 static void wake_waiting(const struct loop *loop) {
   struct host *host = loop->host;
   for (unsigned waiting = host->waiting & ~(1u << loop->index), i = 0; waiting; waiting >>= 1, i++) {
-    if (waiting & 1 && host->loops[i].is_asleep) wake(host->loops + i);
+    if (waiting & 1 && host->loops[i].is_asleep) loop_wake(host->loops + i);
   }
-}
-
-bool loop_kick(struct channel *channel, bool closes, bool is_released) {
-  struct loop *loop = channel->loop;
-  pthread_mutex_lock(&loop->lock);
-  bool is_ended = channel->is_ended;
-  channel->closes |= closes;
-  channel->is_released |= is_released;
-  if (!is_ended && !channel->is_ready) {
-    channel->is_ready = true;
-    channel->next_ready = loop->ready;
-    loop->ready = channel;
-  }
-  pthread_mutex_unlock(&loop->lock);
-  if (!is_ended && loop->is_asleep) wake(loop);
-  return !is_ended;
-}
-
-const char *loop_add(struct loop *loop, struct watched *watched, uint32_t events) {
-  struct epoll_event event = {.events = events, .data.ptr = watched};
-  return epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, watched->fd, &event) ? strerror(errno) : NULL;
-}
-
-void loop_watch(struct loop *loop, struct watched *watched, uint32_t events) { /* needs no memory, so it cannot fail */
-  struct epoll_event event = {.events = events, .data.ptr = watched};
-  epoll_ctl(loop->epoll_fd, EPOLL_CTL_MOD, watched->fd, &event);
-}
-
-int loop_detach(struct loop *loop, struct watched *watched) {
-  int fd = watched->fd;
-  if (fd < 0) return fd;
-  epoll_ctl(loop->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
-  watched->fd = -1;
-  watched->on_event = NULL;
-  watched->next_dead = loop->dead;
-  loop->dead = watched;
-  return fd;
-}
-
-void loop_forget(struct loop *loop, struct watched *watched, bool aborts) {
-  int fd = loop_detach(loop, watched);
-  if (fd < 0) return;
-  if (aborts) { /* the peer's end is reset */
-    struct linger none = {1, 0};
-    setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
-  }
-  close(fd);
 }
 
 static void release_dead(struct loop *loop) {
@@ -148,7 +96,8 @@ static void check(struct loop *loop, int64_t now) {
   }
   for (struct channel *channel = loop->channels, *next; channel; channel = next) {
     next = channel->next_in_loop;
-    channel_check(channel, loop->clock_ns, host->links, &is_busy);
+    if (channel_check(channel, loop->clock_ns, host->links, &is_busy)) joining_dial(channel, loop->clock_ns, host->links);
+    channel_check_rails(channel, loop->clock_ns);
   }
   loop->next_check_ns = now + (is_busy ? CHECK_NS : IDLE_CHECK_NS);
 }
@@ -252,7 +201,7 @@ void loop_stop(struct loop *loop) {
   if (!loop->is_started) return;
   loop->is_started = false;
   atomic_store(&loop->ends, true);
-  wake(loop);
+  loop_wake(loop);
   pthread_join(loop->thread, NULL);
 }
 
@@ -262,11 +211,7 @@ void loop_free(struct loop *loop) {
   while (loop->channels) {
     struct channel *channel = loop->channels;
     loop->channels = channel->next_in_loop;
-    joining_give_up(channel);
-    if (!channel->error) strcpy(channel->reason, "the channel was closed");
-    channel_end_all(channel, true);
-    messages_fail(channel, channel->error ? channel->error : CHANNEL_CLOSED);
-    channel->closing_ns = 1;
+    channel_abandon(channel);
     channel->host = NULL;
     atomic_store(&channel->is_closed, true);
     if (channel->is_released) channel_free(channel);

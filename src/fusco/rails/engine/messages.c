@@ -5,11 +5,21 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+const char *problem_of(struct channel *channel, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(channel->problem, sizeof channel->problem, format, arguments);
+  va_end(arguments);
+  return channel->problem;
+}
 
 static uint64_t count_chunks(uint64_t num_bytes, uint32_t chunk_bytes) {
   return num_bytes ? (num_bytes - 1) / chunk_bytes + 1 : 1; /* an empty message arrives, too */
@@ -137,7 +147,7 @@ uint32_t messages_payload(const struct channel *channel, const struct request *m
 const char *messages_acked(struct channel *channel, uint64_t seq, uint32_t chunk) {
   struct request *message = find(&channel->sends, seq);
   if (!message || !message->chunks) return NULL; /* acknowledged over another rail */
-  if (chunk >= message->num_chunks) return channel_wrong(channel, "chunk %u of message %llu was acknowledged, which has %u", chunk, (unsigned long long)seq, message->num_chunks);
+  if (chunk >= message->num_chunks) return problem_of(channel, "chunk %u of message %llu was acknowledged, which has %u", chunk, (unsigned long long)seq, message->num_chunks);
   message->num_left -= !message->chunks[chunk];
   message->chunks[chunk] = 1;
   if (message->num_left) return NULL;
@@ -185,27 +195,7 @@ bool messages_pop(struct channel *channel, uint64_t *seq, uint32_t *chunk) {
 
 /* ---- receives ---- */
 
-static void grant(struct channel *channel, uint64_t seq) {
-  struct record record = channel_credit(channel, GRANT, seq, find(&channel->receives, seq)->size, 0);
-  struct connection *best = NULL;
-  for (int rail = 0; rail < channel->num_rails; rail++) {
-    struct connection *each = channel->connections[rail];
-    if (each && (!best || (connection_has_output(best) && !connection_has_output(each)))) best = each;
-  }
-  if (best) connection_credit(best, &record);
-}
-
-/* Grant what was not granted yet; a sender has no room for more than so many buffers ahead of its messages. */
-static void grant_more(struct channel *channel) {
-  while (channel->next_grant < channel->receives.end && channel->next_grant < channel->receives.first + MAX_GRANTS) grant(channel, channel->next_grant++);
-}
-
-/* Earlier grants may have been lost; repeated ones have no effect. */
-void messages_grant_again(struct channel *channel) {
-  for (uint64_t seq = channel->receives.first; seq < channel->next_grant; seq++) {
-    if (!find(&channel->receives, seq)->chunks) grant(channel, seq);
-  }
-}
+struct request *messages_incoming(const struct channel *channel, uint64_t seq) { return find(&channel->receives, seq); }
 
 void messages_take_posted(struct channel *channel) {
   struct request *posted[2];
@@ -225,7 +215,6 @@ void messages_take_posted(struct channel *channel) {
       }
     }
   }
-  if (!channel->error) grant_more(channel);
 }
 
 /* Take the size of a message from its first chunk; NULL, or what is wrong. */
@@ -233,7 +222,7 @@ static const char *begin_receive(struct channel *channel, struct request *incomi
   bool fits = record->size <= incoming->size;
   uint64_t num_chunks = fits ? count_chunks(record->size, channel->peer_chunk_bytes) : 1;
   if (fits != (record->kind == DATA)) {
-    return channel_wrong(channel, "message %llu of %llu bytes is said %s into a buffer of %llu", (unsigned long long)record->seq, (unsigned long long)record->size,
+    return problem_of(channel, "message %llu of %llu bytes is said %s into a buffer of %llu", (unsigned long long)record->seq, (unsigned long long)record->size,
                          fits ? "not to fit" : "to fit", (unsigned long long)incoming->size);
   }
   if (num_chunks > UINT32_MAX) return "a message of more chunks than can be numbered";
@@ -250,20 +239,20 @@ char *messages_target(struct channel *channel, const struct record *record, bool
   *is_wanted = false;
   if (record->seq < channel->receives.first || channel->closing_ns) return NULL;
   if (record->seq >= channel->next_grant) {
-    *why = channel_wrong(channel, "a chunk of message %llu has come, but only %llu were granted", (unsigned long long)record->seq, (unsigned long long)channel->next_grant);
+    *why = problem_of(channel, "a chunk of message %llu has come, but only %llu were granted", (unsigned long long)record->seq, (unsigned long long)channel->next_grant);
     return NULL;
   }
   struct request *incoming = find(&channel->receives, record->seq);
   if (!incoming->chunks && (*why = begin_receive(channel, incoming, record))) return NULL;
   uint64_t start = (uint64_t)record->slot * channel->peer_chunk_bytes, expected = 0;
   if (record->size != incoming->num_bytes || record->slot >= incoming->num_chunks) {
-    *why = channel_wrong(channel, "chunk %u of a message of %llu bytes, which has %llu", record->slot, (unsigned long long)record->size, (unsigned long long)incoming->num_bytes);
+    *why = problem_of(channel, "chunk %u of a message of %llu bytes, which has %llu", record->slot, (unsigned long long)record->size, (unsigned long long)incoming->num_bytes);
     return NULL;
   }
   if (incoming->chunks[record->slot]) return NULL;
   if (!incoming->is_too_large) expected = record->size - start < channel->peer_chunk_bytes ? record->size - start : channel->peer_chunk_bytes;
   if (record->mask != expected || (record->kind == DATA) == (bool)incoming->is_too_large) {
-    *why = channel_wrong(channel, "chunk %u of message %llu claims %u bytes instead of %llu", record->slot, (unsigned long long)record->seq, record->mask, (unsigned long long)expected);
+    *why = problem_of(channel, "chunk %u of message %llu claims %u bytes instead of %llu", record->slot, (unsigned long long)record->seq, record->mask, (unsigned long long)expected);
     return NULL;
   }
   *is_wanted = true;
@@ -282,7 +271,6 @@ void messages_arrived(struct channel *channel, const struct record *record) {
     channel->num_begun--;
     finish(channel, first, first->is_too_large ? MESSAGE_TOO_LARGE : SUCCESS, first->num_bytes);
   }
-  grant_more(channel);
 }
 
 void messages_fail(struct channel *channel, int result) {
