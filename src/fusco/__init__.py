@@ -2,7 +2,7 @@
 
 Layers, each importing only those below it::
 
-    cli  train  bench       commands | measured training | benchmarks
+    cli  bench              commands | benchmarks, and training that is measured
     explore                 plans, records and simulations -> a page
     integrations            the interfaces of frameworks, on the public verbs
     fsdp                    expert parallelism on FSDP2

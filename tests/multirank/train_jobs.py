@@ -7,7 +7,7 @@ import time
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusco.api.communicator import Communicator
-from fusco.train.rank import train_rank
+from fusco.bench.train.rank import train_rank
 
 
 def train_with_slow_reports(group, job, seconds):

@@ -31,10 +31,10 @@ from fusco.core.requirements import check_cuda_core, check_fsdp
 from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
+    from fusco.bench.train.job import TrainingJob
+    from fusco.bench.train.records import Run, RunRecord
+    from fusco.bench.train.saving import Saving
     from fusco.ranks.torchrun import Launched
-    from fusco.train.job import TrainingJob
-    from fusco.train.records import Run, RunRecord
-    from fusco.train.saving import Saving
 
 _CURVE_WIDTH = 100  # columns
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
@@ -64,8 +64,8 @@ def train(
     saving.check(run.dispatcher)
     targets = files.metric_targets(run.dispatcher, resumes=saving.resume is not None)
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
+    from fusco.bench.train.records import summarize
     from fusco.ranks.torchrun import launched
-    from fusco.train.records import summarize
 
     if files.record_trace:
         check_trace_path(files.record_trace)
@@ -94,8 +94,8 @@ def _job(
 ) -> TrainingJob:
     """Return the run; ``ValueError`` for values that do not fit together."""
     from fusco.bench.harness.environment import record_of
-    from fusco.train.job import TrainingJob
-    from fusco.train.model import shape_of
+    from fusco.bench.train.job import TrainingJob
+    from fusco.bench.train.model import shape_of
 
     return record_of(
         TrainingJob,
@@ -115,8 +115,8 @@ def _job(
 
 def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
     """Return where the run is saved; ``ValueError`` if the run that it continues has nothing left to do."""
+    from fusco.bench.train.saving import Saving
     from fusco.fsdp import latest_run
-    from fusco.train.saving import Saving
 
     if chosen.folder is None:
         return None
@@ -161,10 +161,10 @@ def _run(
     json: Path | None,
 ) -> list[Run] | None:
     """Train. Problems of the machine or the text raise before any process starts."""
+    from fusco.bench.train.rank import train_and_log
+    from fusco.bench.train.text import load_text
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.fsdp import latest_run
-    from fusco.train.rank import train_and_log
-    from fusco.train.text import load_text
 
     if job.device == "cuda" and "fusco" in job.dispatchers:
         check_cuda_core()

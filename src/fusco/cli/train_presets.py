@@ -49,7 +49,7 @@ class SizeOptions:
 
     def arguments(self, preset: PresetName) -> dict[str, Any]:
         """Return the arguments of ``TrainingJob`` that are sizes: those given, and the preset's."""
-        from fusco.train.job import byte_model
+        from fusco.bench.train.job import byte_model
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         sizes = {name: of[preset == "large"] if given[name] is None else given[name] for name, of in _SIZES.items()}

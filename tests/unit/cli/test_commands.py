@@ -228,7 +228,7 @@ def test_a_dash_sends_json_lines_to_stdout_and_tables_to_stderr(arguments, tmp_p
 )
 def test_train_says_at_once_what_it_needs(packages, message, monkeypatch):
     monkeypatch.setattr("fusco.core.requirements.installed", lambda name: packages.get(name, ""))
-    monkeypatch.setitem(sys.modules, "fusco.train.job", None)  # nothing of this may be imported before
+    monkeypatch.setitem(sys.modules, "fusco.bench.train.job", None)  # nothing of this may be imported before
     done = run("train")
     assert isinstance(done.exception, RequirementError)
     assert message in str(done.exception)

@@ -30,6 +30,7 @@ from fusco.bench.rails.suite import BENCHMARKS
 from fusco.bench.schedule import ModeRecord, ScheduleRecord
 from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRecord
 from fusco.bench.simulation.papers import PaperRow
+from fusco.bench.train.records import Run, RunRecord, StepRecord
 from fusco.cli import (
     bench_alltoall,
     bench_decode,
@@ -52,7 +53,6 @@ from fusco.rails.usage import RailUse
 from fusco.simulate.cluster import load_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate
-from fusco.train.records import Run, RunRecord, StepRecord
 
 CLI = ROOT / "src" / "fusco" / "cli"
 VALUES = {

@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fusco.bench.train import text
+from fusco.bench.train.job import TrainingJob
 from fusco.cli import running, train as cli_train, train_options
 from fusco.cli.main import app
 from fusco.cli.options import Device
@@ -17,8 +19,6 @@ from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 from fusco.ranks import torchrun
 from fusco.ranks.torchrun import Launched
-from fusco.train import text
-from fusco.train.job import TrainingJob
 
 
 def test_option_names_are_those_of_the_library():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusco.train.job import TrainingJob, byte_model
+from fusco.bench.train.job import TrainingJob, byte_model
 
 SHAPE = {"num_layers": 2, "hidden": 64, "num_experts": 8, "num_topk": 2, "moe_intermediate": 16}
 JOB = {"tokens": 32, "length": 16, "learning_rate": 1e-3, "dtype": "float32"}

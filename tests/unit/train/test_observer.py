@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fusco.bench.train.observer import ObservingDispatcher
 from fusco.core.stopwatch import SectionTimer
 from fusco.fsdp.dispatcher import Arrival
 from fusco.fsdp.timed_dispatcher import SECTIONS
-from fusco.train.observer import ObservingDispatcher
 
 DISPATCH_S, COMBINE_S, DISPATCH_BACKWARD_S, COMBINE_BACKWARD_S, ELSEWHERE_S = 0.01, 0.02, 0.03, 0.04, 0.1
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_job import make_job
 
+from fusco.bench.train.records import Run, StepRecord, summarize
 from fusco.fsdp import LoadSummary, StepMetrics
-from fusco.train.records import Run, StepRecord, summarize
 
 pytest.importorskip("transformers", reason="its version is in the record")
 

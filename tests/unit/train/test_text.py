@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_job import make_job
 
-from fusco.train.text import load_text, make_batch
+from fusco.bench.train.text import load_text, make_batch
 
 
 def test_python_sources_are_the_same_every_time_and_capped():

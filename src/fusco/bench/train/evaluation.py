@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fusco import fsdp
-from fusco.train.job import TrainingJob
-from fusco.train.text import Corpus, make_batch
+from fusco.bench.train.job import TrainingJob
+from fusco.bench.train.text import Corpus, make_batch
 
 _HELD_OUT_STEP = 999_983  # of the batches that are drawn from held-out text: always the same
 _NUM_BATCHES = 4

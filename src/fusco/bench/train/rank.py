@@ -15,18 +15,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
 from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.train.balance_loss import balance_loss
+from fusco.bench.train.evaluation import generate, held_out_loss
+from fusco.bench.train.job import TrainingJob
+from fusco.bench.train.model import make_model
+from fusco.bench.train.observer import ObservingDispatcher
+from fusco.bench.train.records import Run, StepRecord
+from fusco.bench.train.saving import Saving, saving_run
+from fusco.bench.train.text import Corpus, load_corpus, make_batch, mix_seed
 from fusco.core.config import Settings
 from fusco.core.stopwatch import SectionTimer
 from fusco.fsdp.metric_writers import open_writer
 from fusco.ranks.progress import ProgressReporter
-from fusco.train.balance_loss import balance_loss
-from fusco.train.evaluation import generate, held_out_loss
-from fusco.train.job import TrainingJob
-from fusco.train.model import make_model
-from fusco.train.observer import ObservingDispatcher
-from fusco.train.records import Run, StepRecord
-from fusco.train.saving import Saving, saving_run
-from fusco.train.text import Corpus, load_corpus, make_batch, mix_seed
 
 _MAX_GRAD_NORM = 1.0
 

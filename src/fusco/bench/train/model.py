@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fusco import fsdp
+from fusco.bench.train.job import TrainingJob
+from fusco.bench.train.text import mix_seed
 from fusco.core.balance import Balance
 from fusco.fsdp.qwen3 import Qwen3Shape, make_glm4, make_qwen3
-from fusco.train.job import TrainingJob
-from fusco.train.text import mix_seed
 
 _STD = 0.02  # of initial weights, as in Qwen3
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusco.train.job import TrainingJob
+from fusco.bench.train.job import TrainingJob
 
 _NOT_SOURCES = ("site-packages", "dist-packages", "test", "tests")
 _HELD_OUT_BYTES, _NUM_BYTES = 1 << 18, 256

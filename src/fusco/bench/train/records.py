@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusco.bench.harness.environment import Measurement, hardware, versions
+from fusco.bench.train.job import TrainingJob
 from fusco.fsdp.metrics import StepMetrics
 from fusco.fsdp.timed_dispatcher import SECTIONS
-from fusco.train.job import TrainingJob
 
 _NUM_AVERAGED = 10  # the last loss is the mean of this many steps
 
