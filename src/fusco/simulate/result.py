@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,3 @@ class SimulationResult:
     copies: Copies
     samples: Samples | None
     constants: list[ConstantUsed]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that ``--json`` writes: fields as above, nested dataclasses as objects."""
-        return asdict(self)

@@ -1,4 +1,4 @@
-"""Exports of a collective's messages for the field's simulators, and readers that tests parse them back with.
+"""Exports of a collective's messages for the field's simulators.
 
 ``goal``: ATLAHS and LogGOPSim. ``htsim``: connection matrices of csg-htsim. ``chakra``: execution traces of ASTRA-sim.
 LogGOPSim has run its files, csg-htsim's reader has read its own; ASTRA-sim was not run.

@@ -8,13 +8,11 @@ Chakra's feeder reads each attribute from the field of one type, and takes what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from fusco.core.files import written_beside
-from fusco.core.lanes import IntArray
 from fusco.simulate.messages import Messages
 
 _VERSION = "0.0.4"
@@ -47,67 +45,12 @@ def file_of(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 
 
-def read_chakra(path: Path, num_ranks: int) -> IntArray:
-    """Return the bytes that ranks send each other, int64 (R, R); ``ValueError`` if receives differ from sends."""
-    tables = {kind: np.zeros((num_ranks, num_ranks), np.int64) for kind in (_SEND, _RECV)}
-    for rank in range(num_ranks):
-        content, at, is_first = file_of(path, rank).read_bytes(), 0, True
-        while at < len(content):
-            size, at = _read_varint(content, at)
-            message, at = content[at : at + size], at + size
-            if not is_first:
-                kind, values = _read_node(message)
-                tables[kind][values["comm_src"], values["comm_dst"]] += values["comm_size"]
-            is_first = False
-    if not np.array_equal(tables[_SEND], tables[_RECV]):
-        raise ValueError(f"{path}: sends and receives differ")
-    return tables[_SEND]
-
-
-def _read_node(message: bytes) -> tuple[int, dict[str, int]]:
-    kind, values = 0, {}
-    for number, value in _fields(message):
-        if number == _TYPE:
-            assert isinstance(value, int)
-            kind = value
-        elif number == _ATTR:
-            assert isinstance(value, bytes)
-            of = dict(_fields(value))
-            name = of[_ATTR_NAME]
-            assert isinstance(name, bytes)
-            size = of[_TYPES[name.decode()]]
-            assert isinstance(size, int)
-            values[name.decode()] = size
-    return kind, values
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
-        value, at = _read_varint(message, at)
-        if key & 7 == 0:
-            yield key >> 3, value
-        else:
-            yield key >> 3, message[at : at + value]
-            at += value
-
-
 def _varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)
         value >>= 7
     return bytes([*encoded, value])
-
-
-def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (content[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-        if content[at - 1] < 128:
-            return value, at
 
 
 def _int(number: int, value: int) -> bytes:

@@ -6,16 +6,12 @@ The syntax is that of LogGOPSim (Hoefler et al., 2010), whose txt2bin (commit 76
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
 from fusco.core.files import written_beside
-from fusco.core.lanes import IntArray
 from fusco.simulate.messages import Messages
-
-_TRANSFER = re.compile(r"l(\d+): (send|recv) (\d+)b (?:to|from) (\d+) tag (\d+)")
 
 
 def write_goal(messages: Messages, path: Path) -> None:
@@ -33,20 +29,3 @@ def write_goal(messages: Messages, path: Path) -> None:
         lines += ["}", ""]
     with written_beside(path) as beside:
         beside.write_text("\n".join(lines), encoding="utf-8")
-
-
-def read_goal(path: Path) -> IntArray:
-    """Return the bytes that ranks send each other, int64 (R, R); ``ValueError`` if a receive differs from its send."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    num_ranks, rank = int(lines[0].split()[1]), -1
-    tables = {kind: np.zeros((num_ranks, num_ranks), np.int64) for kind in ("send", "recv")}
-    for line in lines:
-        if line.startswith("rank "):
-            rank = int(line.split()[1])
-        elif found := _TRANSFER.fullmatch(line):
-            _, kind, size, peer, _ = found.groups()
-            ends = (rank, int(peer)) if kind == "send" else (int(peer), rank)
-            tables[kind][ends] += int(size)
-    if not np.array_equal(tables["send"], tables["recv"]):
-        raise ValueError(f"{path}: sends and receives differ")
-    return tables["send"]

@@ -6,16 +6,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
 from fusco.core.files import written_beside
-from fusco.core.lanes import IntArray
 from fusco.simulate.messages import Messages
-
-_CONNECTION = re.compile(r"(\d+)->(\d+) id \d+ (?:start 0|trigger \d+) size (\d+)(?: send_done_trigger \d+)?")
 
 
 def write_htsim(messages: Messages, path: Path) -> None:
@@ -41,17 +37,3 @@ def write_htsim(messages: Messages, path: Path) -> None:
     lines += [f"trigger id {number} barrier count {counts[hop]}" for hop, number in awaited.items()]
     with written_beside(path) as beside:
         beside.write_text("\n".join([*lines, ""]), encoding="utf-8")
-
-
-def read_htsim(path: Path) -> IntArray:
-    """Return the bytes that ranks send each other, int64 (R, R); ``ValueError`` if connections are missing."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    num_ranks, num_connections = (int(line.split()[1]) for line in lines[:2])
-    matrix = np.zeros((num_ranks, num_ranks), np.int64)
-    found = [match for line in lines if (match := _CONNECTION.fullmatch(line))]
-    for match in found:
-        src, dst, size = map(int, match.groups())
-        matrix[src, dst] += size
-    if len(found) != num_connections:
-        raise ValueError(f"{path} has {len(found)} connections, its head says {num_connections}")
-    return matrix
