@@ -17,11 +17,11 @@ from fusco.control.agreement import Agreement, Member, notify_excluded
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.joining import Invitation, Joining, JoinStore, invite, members_as_text, members_of
 from fusco.control.member_gather import MemberGather
-from fusco.control.threads import in_thread
 from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, ExcludedError, PeerFailureError, TransportError, name_ranks
 from fusco.core.integers import check_integer
 from fusco.core.placement import ExpertPlacement
+from fusco.core.threads import in_thread
 
 _Elastic = TypeVar("_Elastic", bound="Elastic")
 _JOIN_LIMIT_S = 600.0  # of the wait of a new process for ``grow``

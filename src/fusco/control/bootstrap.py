@@ -13,8 +13,8 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, check_fingerprints
 from fusco.control.member_gather import Gather
-from fusco.control.threads import in_thread
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
+from fusco.core.threads import in_thread
 
 # An address reserved for documentation (RFC 5737): the route to it is the default route.
 _DOCUMENTATION_ADDRESS = "192.0.2.1"

@@ -22,8 +22,8 @@ from fusco.control.bootstrap import host_identity, reachable_address
 from fusco.control.liveness import has_ended
 from fusco.control.member_board import View
 from fusco.control.status_server import StatusServer
-from fusco.control.threads import in_thread
 from fusco.core.errors import TransportError, first_line
+from fusco.core.threads import in_thread
 
 _POLL_S = 0.002
 _MOST_POLL_S = 0.02

@@ -13,9 +13,9 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from fusco.control.threads import in_thread
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import PeerFailureError, Stall, TransportError, first_line
+from fusco.core.threads import in_thread
 
 _Result = TypeVar("_Result")
 

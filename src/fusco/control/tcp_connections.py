@@ -12,8 +12,8 @@ from fusco.control.hello import ClientHello
 from fusco.control.hello_listener import HelloListener, listen_on
 from fusco.control.member_gather import Gather
 from fusco.control.socket_loop import NOTHING, SocketLoop
-from fusco.control.threads import in_thread
 from fusco.core.errors import Stall
+from fusco.core.threads import in_thread
 
 _RANK = struct.Struct("!q")
 _SECONDS_BETWEEN_CHECKS = 0.05  # for whether this mesh has been closed

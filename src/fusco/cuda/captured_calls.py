@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusco.control.keeping import leak
 from fusco.control.machine_calls import libc_address
 from fusco.core.errors import Stall
+from fusco.core.keeping import leak
 from fusco.core.topology import Topology
 from fusco.cuda.failure import stall_of
 from fusco.cuda.gpu import Gpu

@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from fusco.control.connect import Connections
-from fusco.control.keeping import leak
 from fusco.control.member_gather import Gather
 from fusco.control.peer_watch import PeerWatch
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import Stall
+from fusco.core.keeping import leak
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import row_bytes

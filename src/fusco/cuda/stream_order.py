@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from fusco.control.threads import limit_now
 from fusco.core.config import Launch
+from fusco.core.threads import limit_now
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.within_node.device_plan import SEVERAL_STREAMS, DevicePlan
 

@@ -7,9 +7,9 @@ import os
 import threading
 from contextlib import AbstractContextManager
 
-from fusco.control.keeping import leak
 from fusco.core.announcements import announce
 from fusco.core.errors import ClosedError, FuscoError, LaunchError
+from fusco.core.keeping import leak
 from fusco.offload.copy import ChunkedCopy, Copy, PlainCopy
 from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import Job

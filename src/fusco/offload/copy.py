@@ -6,8 +6,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from fusco.control.threads import limit_now
 from fusco.core.errors import LaunchError, TransportError
+from fusco.core.threads import limit_now
 from fusco.offload.driver import CudaDriver
 from fusco.offload.mover import DONE, FAILED, ISSUED, QUEUED, TO_HOST, Job
 from fusco.offload.shared_links import SharedLinks

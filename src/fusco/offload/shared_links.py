@@ -7,8 +7,8 @@ import time
 import warnings
 from contextlib import ExitStack
 
-from fusco.control.threads import limit_now
 from fusco.core.errors import FuscoError
+from fusco.core.threads import limit_now
 from fusco.offload.driver import CudaDriver
 from fusco.offload.links import GpuLinks, rails_of_links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, Options

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
-from fusco.control.threads import within
 from fusco.core.errors import reason_of
+from fusco.core.threads import within
 from fusco.ranks.failures import RankFailedError, RankFailure
 from fusco.ranks.progress import new_store
 from fusco.ranks.torchrun import backends_for, choose_gpu

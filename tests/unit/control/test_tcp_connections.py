@@ -12,9 +12,9 @@ import pytest
 from meshes import LIMIT_S, SECRET, connecting_waits_by, exchange, mesh_of, transport_of
 
 from fusco.control.hello import CHALLENGE_BYTES, NONCE_BYTES, TAG_BYTES, tag_of
-from fusco.control.threads import in_thread
 from fusco.control.transport import Mesh
 from fusco.core.errors import PeerFailureError, TransportError
+from fusco.core.threads import in_thread
 from store_gathers import on_ranks
 
 

@@ -17,8 +17,8 @@ import torch
 
 from fusco.control.machine_calls import address_of
 from fusco.control.member_gather import Gather
-from fusco.control.threads import in_thread
 from fusco.core.errors import Stall, TransportError
+from fusco.core.threads import in_thread
 from fusco.cuda.kernels.abi import Number
 from fusco.cuda.kernels.program import NativeCall
 

@@ -19,9 +19,9 @@ import torch
 
 from fusco.control.member_gather import Gather
 from fusco.control.peer_watch import Grace
-from fusco.control.threads import limit_now, within
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall, TransportError
+from fusco.core.threads import limit_now, within
 from fusco.cuda.between_nodes.nccl import Message, NcclTransport
 from fusco.cuda.between_nodes.replayed_messages import ReplayedMessages
 from fusco.cuda.gpu import Gpu

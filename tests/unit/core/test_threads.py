@@ -8,7 +8,7 @@ SCRIPT = """
 import time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from fusco.control.threads import in_thread
+from fusco.core.threads import in_thread
 
 store, until = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5)), time.monotonic() + 0.3
 
@@ -35,7 +35,7 @@ def tell():
     print(time.monotonic() - began)
 
 import threading
-from fusco.control.threads import in_thread, within
+from fusco.core.threads import in_thread, within
 
 never = threading.Event()
 {}

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from fusco.control.threads import in_thread, within
+from fusco.core.threads import in_thread, within
 
 
 def test_a_future_is_done_when_the_call_returns():
