@@ -255,7 +255,7 @@ class ExpertMoves(Exchanges):
         moves = copies.moves_home(memory.bytes_per_expert)
 
         def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
-            return memory.pieces(copies.place_of(i), begin, end)
+            return memory.pieces(copies.place_of_copy[i], begin, end)
 
         arrived = self._run_moves("prefetch_experts (gradients)", moves, read)
         return copies.sums(shapes, moves, arrived, grads[0])

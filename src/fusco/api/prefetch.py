@@ -58,12 +58,9 @@ class Copies:
         """Return the place of an expert that a rank has without copies."""
         return int(np.flatnonzero(self.held[rank] == expert)[0])
 
-    def place_of(self, i: int) -> int:
-        """Return the spare place of copy ``i`` on its rank."""
-        return self._place_of_copy[i]
-
     @cached_property
-    def _place_of_copy(self) -> list[int]:
+    def place_of_copy(self) -> list[int]:
+        """The spare place of each copy on its rank."""
         pairs = zip(self.plan.ranks.tolist(), self.plan.experts.tolist(), strict=True)
         return [self.places[rank].tolist().index(expert) for rank, expert in pairs]
 

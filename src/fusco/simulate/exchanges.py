@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from fusco.core.config import ScheduleMode
 from fusco.core.lanes import IntArray
 from fusco.schedule import Links
 from fusco.schedule.cost import schedule_for
@@ -76,11 +75,11 @@ def links_of(cluster: Cluster) -> Links:
     )
 
 
-def fast(demand: Demand, cluster: Cluster, call: Call, mode: ScheduleMode | None = None) -> Program:
+def fast(demand: Demand, cluster: Cluster, call: Call) -> Program:
     """Balance within nodes, one-to-one stages between them, redistribute each stage behind the next one."""
     matrix = rank_bytes(demand, call).copy()
     np.fill_diagonal(matrix, 0)
-    schedule = schedule_for(matrix, demand.topology, links_of(cluster), mode)
+    schedule = schedule_for(matrix, demand.topology, links_of(cluster))
     hops = [
         _hop(schedule.local, name="within nodes", kind="within"),
         _hop(schedule.balancing, name="balance", kind="within"),
