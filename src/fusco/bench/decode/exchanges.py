@@ -112,7 +112,7 @@ class LowLatencyExchange(Exchange):
             explicitly_destroy=True,
         )
         stack.callback(self._buffer.destroy)
-        self._most, self._num_experts, self._is_fp8 = most, shape.num_experts, job.dtype == "fp8"
+        self._most, self._num_experts = most, shape.num_experts
         self._id_dtype = getattr(module, "topk_idx_t", torch.int64)
 
     def rows_of(self, experts: DecodeExperts, x: torch.Tensor) -> Rows:  # noqa: ARG002  of the interface
