@@ -20,6 +20,8 @@ def test_a_job_measures_its_cluster(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     cluster = load_cluster(str(path))
-    assert (cluster.name, cluster.nodes, cluster.ranks_per_node) == ("mine", 2, 1)
-    assert set(cluster.constants) == {"nic_gbs", "latency_us", "stage_us", "memory_gbs"}
-    assert all(constant.value > 0 and constant.source for constant in cluster.constants.values())
+    assert (cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.machines) == ("mine", 2, 1, 1)
+    measured = {"nic_gbs", "latency_us", "stage_us", "memory_gbs", "core_gbs", "start_us", "plan_us"}
+    assert set(cluster.constants) == measured
+    assert all(cluster.constants[name].value > 0 for name in measured - {"start_us", "plan_us"})
+    assert all(constant.source.startswith(("measured", "as ")) for constant in cluster.constants.values())

@@ -1,7 +1,7 @@
 """Predictions beside a network whose rate is set, not fitted: dispatch, combine, all-to-all; with lanes, and without.
 
 One job of 8 ranks, of which four are the network of 2x2, makes all calls, in less than a minute on two idle cores.
-First what cores need is measured, over a network that does not bind: for a few rows, and for many.
+First what cores need is measured as ``fusco simulate --measure`` does, over a network that does not bind.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,64 +32,42 @@ SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbal
 MBIT, MBIT_OF_RAILS, MBIT_OF_CORES = (200, 500), 100, 20_000
 HEADERS = 0.993  # of packets of 9000 bytes
 BURST_BYTES = 128 << 10  # that a NIC of a testbed lets pass at once after a pause
-PASS_GBS = 8.0  # that all ranks copy at once, on two cores
+MEASURED = ("memory_gbs", "start_us", "plan_us", "core_gbs")
 WITHIN = 0.10
 MOST_BUSY, WITHIN_FULL = 0.7, 0.3  # of the time, by the prediction: ranks that wait for cores wait for each other
 ATTEMPTS = 2
 CROWDED = 16  # processes that want the cores, twice as many as ranks: what then takes too long is not the network's
 
 
-@dataclass(frozen=True)
-class Cores:
-    """What cores need: GB/s of what they move, by call, and the ms of a call of a few rows, by shape and call."""
-
-    gbs: Mapping[str, float] = field(default_factory=dict)
-    start_ms: Mapping[tuple[tuple[int, int], str], float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, results: list[dict[str, Any]]) -> Cores:
-        """Return what the times of ``CASES_OF_CORES`` say."""
-        *few, many = zip(CASES_OF_CORES, results, strict=True)
-        start_ms = {(case["shape"], call.split()[1]): ms for case, of in few for call, ms in of["ms"].items()}
-        shape, demand, gbs = many[0]["shape"], demand_of(timed_calls.workload_of(many[0])), dict[str, float]()
-        free = load_cluster("testbed").resized(*shape)
-        free = free.with_values("free", nic_gbs=1e3, core_gbs=1.0, memory_gbs=1e3, start_us=0)
-        for name, ms in many[1]["ms"].items():
-            system, call = name.split()
-            gbs[call] = simulate(free, demand, system, call).makespan_ms / (ms - start_ms[shape, call])
-        return cls(gbs, start_ms)
-
-    def expected(self, cluster: Cluster, demand: Demand, name: str, call: str) -> tuple[float, float]:
-        """Return the predicted time of a call, and the part of it in which the cores are busy."""
-        start_ms = self.start_ms[(cluster.nodes, cluster.ranks_per_node), call]
-        values = {"core_gbs": self.gbs[call], "memory_gbs": PASS_GBS / cluster.topology.world_size}
-        result = simulate(cluster.with_values("measured", **values, start_us=1e3 * start_ms), demand, name, call)
-        (cores,) = (link for link in result.links if link.kind == "cores")
-        return result.makespan_ms, (cores.bound_ms + start_ms) / result.makespan_ms
+Constants = Mapping[str, float]
 
 
-# All calls are made, since nothing is expected of them.
-_OF_CORES = {"rails": 1, "pattern": "uniform", "calls": 10, "expected": {"fusco dispatch": 0.0, "fusco combine": 0.0}}
-CASES_OF_CORES = [{**_OF_CORES, "shape": shape, "tokens": n} for n, shape in ((8, (2, 2)), (8, (4, 2)), (640, (4, 2)))]
+def expected(cluster: Cluster, demand: Demand, name: str, call: str) -> tuple[float, float]:
+    """Return the predicted time of a call, and the part of it in which the cores are busy."""
+    result = simulate(cluster, demand, name, call)
+    (cores,) = (link for link in result.links if link.kind == "cores")
+    start_us = cluster.start_us + (cluster.plan_us if call == "dispatch" else 0.0)
+    return result.makespan_ms, (cores.bound_ms + start_us / 1e3) / result.makespan_ms
 
 
-def cases_of(mbit: int, cores: Cores) -> list[dict[str, Any]]:
+def cases_of(mbit: int, of_shapes: Sequence[Constants]) -> list[dict[str, Any]]:
     """Return cases that take 0.1 to 0.3 s at this rate, or, for ``MBIT_OF_RAILS``, over 1 to 4 rails of a rank."""
     if mbit == MBIT_OF_RAILS:
         even = {"shape": (2, 2), "pattern": "uniform"}
-        return [with_expected({**even, "rails": n, "tokens": 480 * n}, mbit, cores) for n in range(1, RAILS + 1)]
+        return [with_expected({**even, "rails": n, "tokens": 480 * n}, mbit, of_shapes) for n in range(1, RAILS + 1)]
     cases: list[dict[str, Any]] = []
     for shape in SHAPES:
         tokens = mbit * 512 // 200 // (shape[0] // 2)
         of = {"shape": shape, "rails": 1}
         cases += [{**of, "pattern": each, "tokens": tokens * (1 + (each == "single-node"))} for each in PATTERNS]
         cases += [{**of, "matrix": each, "bytes": mbit * 30_000} for each in MATRICES]
-    return [with_expected(case, mbit, cores) for case in cases]
+    return [with_expected(case, mbit, of_shapes) for case in cases]
 
 
-def with_expected(case: dict[str, Any], mbit: int, cores: Cores) -> dict[str, Any]:
-    """Add the predicted ms of each call; over several rails fusco's alone."""
-    cluster = load_cluster("testbed").resized(*case["shape"])
+def with_expected(case: dict[str, Any], mbit: int, of_shapes: Sequence[Constants]) -> dict[str, Any]:
+    """Add the predicted ms of each call; over several rails fusco's alone. ``of_shapes`` are measured, by shape."""
+    measured = of_shapes[SHAPES.index(case["shape"])]
+    cluster = load_cluster("testbed").resized(*case["shape"]).with_values("measured", **measured)
     if "matrix" in case:
         demand = Demand.of_matrix(case["matrix"], timed_calls.matrix_of(case), cluster.topology)
         calls = ["fast dispatch"]
@@ -103,7 +80,7 @@ def with_expected(case: dict[str, Any], mbit: int, cores: Cores) -> dict[str, An
     rate = chunks / of_each * mbit / 8e3 * HEADERS
     cluster = cluster.with_values("the rate that is set", nic_gbs=rate)
     burst_ms = BURST_BYTES * 8e-3 / mbit
-    found = {each: cores.expected(cluster, demand, *each.split()) for each in calls}
+    found = {each: expected(cluster, demand, *each.split()) for each in calls}
     full = [each for each, (_, busy) in found.items() if busy > MOST_BUSY]
     return {**case, "expected": {each: ms - burst_ms for each, (ms, _) in found.items()}, "full": full}
 
@@ -139,9 +116,10 @@ def measured(tmp_path_factory):
             return [{**each, "wanting": os.getloadavg()[0]} for each in json.loads(line)]
 
         for _ in range(ATTEMPTS):
-            cores = Cores.of(times_of(MBIT_OF_CORES, CASES_OF_CORES))
+            free = [{"shape": shape, "nic_gbs": MBIT_OF_CORES / 8e3 * HEADERS} for shape in SHAPES]
+            constants = [{name: each[name] for name in MEASURED} for each in times_of(MBIT_OF_CORES, free)]
             for mbit in (*MBIT, MBIT_OF_RAILS):
-                cases = cases_of(mbit, cores)
+                cases = cases_of(mbit, constants)
                 results[mbit] = list(zip(cases, times_of(mbit, cases), strict=True))
             if not any(others_than_predicted(each) for each in itertools.chain(*results.values())):
                 break

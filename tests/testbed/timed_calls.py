@@ -2,9 +2,10 @@
 
 A round is a file of JSON, PATH followed by its number, for which ranks wait; one that is empty is the last. It has a
 list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank, ``pattern`` and ``tokens`` (TOKENS at most),
-or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. A line has for each case the
-least ms of each call on the slowest rank. Noise only lengthens calls: they are repeated until each has taken at most
-NEAR of what is expected, ``calls`` or MOST_CALLS times at most.
+or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. Or it has ``nic_gbs``, of a
+network that does not bind; the result is then the constants of this machine. A line has for each other case the least
+ms of each call on the slowest rank. Noise only lengthens calls: they are repeated until each has taken at most
+NEAR of what is expected, MOST_CALLS times at most.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ import torch.distributed as dist
 import fusco
 from fusco.bench.inputs.matrices import make_rank_bytes
 from fusco.bench.inputs.traffic import Trace, Workload
+from fusco.bench.simulation.cores import measure_machine
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
+from fusco.simulate.cluster import load_cluster
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, DTYPE = 128, 2, 2048, torch.float32  # what cores do is small beside the network
 SIZES = (4, 8)
@@ -116,9 +119,13 @@ class Rank:
         size = topology_of(case).world_size
         if self.rank >= size:
             return {}
+        if "nic_gbs" in case:
+            cluster = load_cluster("testbed").resized(*case["shape"]).with_values("set", nic_gbs=case["nic_gbs"])
+            constants = measure_machine(self.groups[size], cluster, "cpu").constants
+            return {name: each.value for name, each in constants.items()}
         least = dict[str, float]()
         for call in self.calls(case):
-            for _ in range(case.get("calls", MOST_CALLS)):
+            for _ in range(MOST_CALLS):
                 took = call()
                 least |= {name: min(ms, least.get(name, ms)) for name, ms in took.items()}
                 if all(least[name] <= NEAR * case["expected"][name] for name in took):

@@ -118,6 +118,10 @@ def simulate(
     if sweep_skew and traffic != "zipf":
         raise ValueError(f"--sweep-skew goes with --traffic zipf, not with {traffic}")
     skews = options.numbers(sweep_skew, "sweep-skew") if sweep_skew else [1.0]
+    if files.export:
+        from fusco.simulate.export import check_export
+
+        check_export(files.export)
     workload.check([traffic])
     cases = [
         (cluster, demand_of_options(replace(workload, tokens=tokens), traffic, cluster, skew))

@@ -78,9 +78,10 @@ def print_gains(
             table.add_row(each.part, f"{each.without_ms:.3f}", f"{each.with_ms:.3f}", f"{each.gain:.2f} x")
         console.print(table)
     if replicas := gain_of_replicas(cluster, demand, expert_bytes):
+        copies_of = f"{replicas.num_copies} cop{'y' if replicas.num_copies == 1 else 'ies'}"
         at, where = replicas.break_even_tokens, "within" if replicas.within_node else "between"
         console.print(
-            f"replicas, a spare place for each rank: {replicas.num_copies} copies, busiest rank over mean "
+            f"replicas, a spare place for each rank: {copies_of}, busiest rank over mean "
             f"{replicas.busiest_over_mean_before:.2f} to {replicas.busiest_over_mean:.2f}; saves "
             f"{replicas.saved_ms:.3f} ms of products, weights take {replicas.weights_ms:.3f} ms {where} nodes; "
             + (f"break-even at {at:,} tokens of all ranks" if at else "copies save nothing")

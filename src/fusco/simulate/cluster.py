@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,7 @@ CONSTANTS: dict[str, tuple[float, str]] = {
     "memory_gbs": (1500.0, "bytes that a pass rearranges, each read and written once, GB/s"),
     "core_gbs": (0.0, "bytes that all cores of a machine gather, send, distribute and sum, GB/s; 0: no core does"),
     "start_us": (20.0, "time of a collective before its first byte: records, plan, launch"),
+    "plan_us": (0.0, "time of a dispatch beside start_us, where a combine has no plan to wait for"),
     "end_us": (0.0, "time of a collective after its last byte"),
     "latency_us": (5.0, "time from the last byte of a message until its receiver goes on"),
     "stage_us": (10.0, "time of a stage between nodes beside its bytes"),
@@ -99,15 +100,17 @@ class Cluster:
         check_integer("nodes", self.nodes, least=1)
         check_integer("ranks_per_node", self.ranks_per_node, least=1)
         check_integer("machines", self.machines, least=0)
-        if unknown := sorted(set(self.constants) - set(CONSTANTS)):
-            raise ValueError(f"{self.name}: no constants {', '.join(unknown)}; known are {', '.join(CONSTANTS)}")
+        if self.machines > self.nodes:
+            raise ValueError(f"{self.name}: {self.machines} machines for {self.nodes} nodes, at most one for each")
+        _table(self.name, "constants", dict(self.constants), CONSTANTS)
         for name, constant in self.constants.items():
-            has_rate = name.endswith("_gbs") and name not in ("pair_gbs", "core_gbs")
-            if not 0 <= constant.value < float("inf") or (has_rate and not constant.value):
+            is_positive = name.endswith(("_gbs", "_mb")) and name not in ("pair_gbs", "core_gbs")
+            if not 0 <= constant.value < float("inf") or (is_positive and not constant.value):
                 raise ValueError(
-                    f"{self.name}: {name} must be {'above' if has_rate else 'at least'} 0, got {constant.value}"
+                    f"{self.name}: {name} must be {'above' if is_positive else 'at least'} 0, got {constant.value}"
                 )
-        if self.nic_shares and (len(self.nic_shares) != self.ranks_per_node or min(self.nic_shares) < 1):
+        are_positive = all(isinstance(each, int) and each > 0 for each in self.nic_shares)
+        if self.nic_shares and not (are_positive and len(self.nic_shares) == self.ranks_per_node):
             raise ValueError(
                 f"{self.name}: nic_shares must be {self.ranks_per_node} integers from 1, got {self.nic_shares}"
             )
@@ -133,7 +136,8 @@ class Cluster:
             raise ValueError(
                 f"{self.name} has NICs for {self.ranks_per_node} ranks of a node, not for {ranks_per_node}"
             )
-        return replace(self, nodes=nodes or self.nodes, ranks_per_node=ranks_per_node or self.ranks_per_node)
+        nodes, ranks_per_node = nodes or self.nodes, ranks_per_node or self.ranks_per_node
+        return replace(self, nodes=nodes, ranks_per_node=ranks_per_node, machines=min(self.machines, nodes))
 
     def with_values(self, source: str, **values: float) -> Cluster:
         """Return the same cluster with other constants."""
@@ -157,23 +161,41 @@ def load_cluster(name: str) -> Cluster:
         raise ValueError(f"{name!r} is no file {_SUFFIX} and none of {', '.join(names_of_clusters())}")
     try:
         return _parse(Path(name).stem, tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (tomllib.TOMLDecodeError, TypeError) as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def _parse(name: str, content: Mapping[str, Any]) -> Cluster:
-    if unknown := sorted(set(content) - {"cluster", "constants", "fabric"}):
-        raise ValueError(f"{name}: no tables {', '.join(unknown)}; known are cluster, constants, fabric")
-    constants = {
-        key: Constant(value=each["value"], source=each.get("source", "given"), trained=tuple(each.get("trained", ())))
-        for key, each in content.get("constants", {}).items()
-    }
-    shape = dict(content["cluster"])
-    return Cluster(
-        **{"name": name, **shape, "nic_shares": tuple(shape.pop("nic_shares", ()))},
-        constants=constants,
-        fabric=Fabric(**content.get("fabric", {})),
-    )
+    tables = _table(name, "tables", content, ("cluster", "constants", "fabric"))
+    constants = {}
+    for key, entry in _table(name, "constants", tables.get("constants", {}), CONSTANTS).items():
+        each = _table(name, f"entries of constants.{key}", entry, [of.name for of in fields(Constant)])
+        value = _number(name, f"constants.{key}: value", each.get("value"))
+        constants[key] = Constant(
+            value=value, source=each.get("source", Constant.source), trained=tuple(each.get("trained", ()))
+        )
+    shape = _table(name, "entries of cluster", tables.get("cluster"), [of.name for of in fields(Cluster)])
+    if missing := [each for each in ("nodes", "ranks_per_node") if each not in shape]:
+        raise ValueError(f"{name}: cluster lacks {', '.join(missing)}")
+    fabric = _table(name, "entries of fabric", tables.get("fabric", {}), [of.name for of in fields(Fabric)])
+    _number(name, "fabric: oversubscription", fabric.get("oversubscription", 1.0))
+    shares = shape.get("nic_shares", [])
+    shape = {"name": name, **shape, "nic_shares": tuple(shares) if isinstance(shares, list) else (shares,)}
+    return Cluster(**shape, constants=constants, fabric=Fabric(**fabric))
+
+
+def _table(name: str, what: str, content: Any, known: Iterable[str]) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{name}: {what} must be in a table, got {content!r}")  # noqa: TRY004  it is the file
+    if unknown := sorted(set(content) - set(known)):
+        raise ValueError(f"{name}: no {what} {', '.join(unknown)}; known are {', '.join(known)}")
+    return content
+
+
+def _number(name: str, what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}: {what} must be a number, got {value!r}")  # noqa: TRY004  it is the file
+    return float(value)
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

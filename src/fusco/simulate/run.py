@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ def simulate(
     check_same_shape(cluster, demand.topology)
     table, of = LinkTable(cluster), system(name)
     program = of.build(demand, cluster, call)
+    if call == "dispatch":
+        program = replace(program, start_us=program.start_us + cluster.plan_us)
     if cluster.core_gbs:
         program = with_cores(program, demand, call, has_pool=of.balancer is not None)
     hop_bytes = [_link_bytes(hop, table) for hop in program.hops]

@@ -88,6 +88,7 @@ def test_an_export_is_written(tmp_path, suffix):
         (("--traffic", "zipf", "--sweep-skew", "-1"), "--sweep-skew needs numbers from 0 on, got '-1'"),
         (("--systems", "none"), "systems 'none' is not one of"),
         (("--nodes", "200", "--traffic", "trace"), "--traffic trace is for at most 1024 ranks"),
+        (("--cluster", "none.toml", "--export", "plan.json"), "an export is a file .goal, .cm, .et, got plan.json"),
         (("--measure", "cluster.toml"), "run it under torchrun"),
     ],
 )

@@ -275,6 +275,13 @@ def test_clusters_are_read_and_written(name, tmp_path):
         ("[cluster]\nnodes = 1\nranks_per_node = 2\n[fabric]\nkind = 'star'", "fabric must be flat, rails or leaves"),
         ("[clusters]\nnodes = 1", "no tables clusters"),
         ("nodes =", "Invalid value"),
+        ("[cluster]\nnodes = 2", "wrong: cluster lacks ranks_per_node"),
+        ("[cluster]\ngpus = 2", "no entries of cluster gpus; known are name, nodes"),
+        ("constants = 1", "constants must be in a table, got 1"),
+        ("[constants]\nnic_gbs = 45", r"constants.nic_gbs must be in a table, got 45"),
+        ("[constants.nic_gbs]\nsource = 'x'", "constants.nic_gbs: value must be a number, got None"),
+        ("[cluster]\nnodes = 1\nranks_per_node = 1\n[fabric]\noversubscription = 'two'", "must be a number, got 'two'"),
+        ("[cluster]\nnodes = 1\nranks_per_node = 1\nmachines = 2", "2 machines for 1 nodes"),
     ],
 )
 def test_wrong_clusters_are_refused(tmp_path, text, message):

@@ -89,6 +89,16 @@ class RankTimer:
             times.append((time.perf_counter() - start) * 1e3)
         return times
 
+    def least_s(self, work: Callable[[], object], num_calls: int, num_repeats: int) -> float:
+        """Return the host's seconds of one call on the slowest rank, the least of some repetitions after a first call.
+
+        The same on all ranks.
+        """
+        work()
+        times = torch.tensor(self.host_times_ms(work, num_calls, num_repeats), device=self._token.device)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
+        return float(times.min()) / num_calls / 1e3
+
     def median_ms(self, work: Callable[[], object], num_iterations: int) -> float:
         """Return the slowest rank's median, the same on all ranks."""
         slowest = torch.tensor([median(self.times_ms(work, num_iterations))], dtype=torch.float64, device="cpu")

@@ -1,14 +1,15 @@
-"""Latency and bandwidth within and between the ranks of a job, as the cluster of ``fusco simulate --measure``."""
+"""Links, memory and cores of the ranks of a job, as the cluster of ``fusco simulate --measure``."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from fusco.bench.harness.links import exchange_messages
+from fusco.bench.harness.model_job import gather
 from fusco.bench.harness.stopwatch import RankTimer
+from fusco.bench.simulation.cores import measure_machine
+from fusco.control.bootstrap import host_identity
 from fusco.core.topology import Topology
 from fusco.simulate.cluster import Cluster, Constant
 
@@ -25,16 +26,11 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
     node, local = topology.rank_to_node[rank], topology.rank_to_local[rank]
     constants: dict[str, Constant] = {}
 
-    def seconds_of(work: Callable[[], object]) -> float:
-        """Return the seconds of one call on the slowest rank, the least of some repetitions."""
-        work()
-        times = torch.tensor(timer.host_times_ms(work, _NUM_MESSAGES, _NUM_REPEATS), dtype=torch.float64, device=device)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group)
-        return float(times.min()) / _NUM_MESSAGES / 1e3
-
     def exchanging(num_bytes: int, to: int, source: int) -> float:
         sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-        return seconds_of(lambda: exchange_messages(group, [(to, sent)], [(source, received)]))
+        return timer.least_s(
+            lambda: exchange_messages(group, [(to, sent)], [(source, received)]), _NUM_MESSAGES, _NUM_REPEATS
+        )
 
     counterparts = [ranks[local] for ranks in topology.node_to_ranks]
     for ring, own, where, name in (
@@ -52,12 +48,12 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
             small_us = exchanging(8, to, source) * 1e6
             constants["latency_us"] = Constant(value=small_us, source=f"measured: 8 bytes {where}")
             constants["stage_us"] = Constant(value=small_us, source="as latency_us")
-    rows = torch.empty(_NUM_BYTES // 4096, 1024, dtype=torch.float32, device=device)
-    order = torch.randperm(len(rows), device=device)
-    constants["memory_gbs"] = Constant(
-        value=rows.nbytes / seconds_of(lambda: rows.index_select(0, order)) / 1e9,
-        source="measured: index_select of rows of 4096 bytes",
+    hosts = len(set(gather(group, host_identity())))
+    cluster = Cluster(
+        name="measured",
+        nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node,
+        machines=hosts if hosts < topology.num_nodes else 0,
+        constants=constants,
     )
-    return Cluster(
-        name="measured", nodes=len(counterparts), ranks_per_node=topology.ranks_per_node, constants=constants
-    )
+    return measure_machine(group, cluster, device)
