@@ -66,16 +66,18 @@ def _with_cores(group: dist.ProcessGroup, cluster: Cluster, timer: RankTimer) ->
         share = min(1.0, _NETWORK_SHARE * sum(within_us) / network_us) if network_us else 1.0
         many = measured(_ids(topology, _MANY, round(share * _MANY)))
 
-    def unpredicted_us(of: Demand, took_us: list[float], **values: float) -> list[float]:
-        """Return the part of each time that these constants do not predict."""
-        made, calls = cluster.with_values("", **values), zip(_CALLS, took_us, strict=True)
-        return [us - 1e3 * simulate(made, of, "fusco", call).makespan_ms for call, us in calls]
+    def unpredicted_us(made: Cluster, of: Demand, took_us: list[float]) -> list[float]:
+        """Return the part of each time that a cluster does not predict."""
+        calls = zip(_CALLS, took_us, strict=True)
+        return [us - 1e3 * simulate(made, of, "fusco", call, "bound").makespan_ms for call, us in calls]
 
-    dispatch_us, combine_us = (max(0.0, us) for us in unpredicted_us(*few, start_us=0.0))
+    dispatch_us, combine_us = (
+        max(0.0, us) for us in unpredicted_us(cluster.with_values("", start_us=0, plan_us=0, core_gbs=0), *few)
+    )
     start = {"start_us": combine_us, "plan_us": max(0.0, dispatch_us - combine_us)}
     cluster = cluster.with_values(f"measured: {_FEW} tokens a rank, less latencies", **start)
-    free = {"nic_gbs": _FREE_GBS, "nvl_gbs": _FREE_GBS}
-    cores_us, less_us = (sum(unpredicted_us(*many, **free, core_gbs=gbs)) for gbs in (_FREE_GBS, 1.0))
+    free = cluster.with_values("", nic_gbs=_FREE_GBS, nvl_gbs=_FREE_GBS)
+    cores_us, less_us = (sum(unpredicted_us(free.with_values("", core_gbs=gbs), *many)) for gbs in (_FREE_GBS, 1.0))
     if cores_us <= 0:
         return cluster
     source = f"measured: {_MANY} tokens a rank, {share:.0%} of them to all nodes"
