@@ -66,11 +66,10 @@ def print_gains(
         console.print(f"what binds {result.call} of {result.system}: {describe_binding(result)}")
     if defaults := defaults_used(results[0]):
         console.print(f"not given for {cluster.name}, so defaults: {', '.join(defaults)}")
-    copies = results[0].copies
-    console.print(
-        f"rows between nodes: {copies.needed:,} with a copy for each expert, {copies.bound:,} with one for each node"
-    )
     if demand.topology.num_nodes > 1:
+        copies = results[0].copies
+        each_way = f"{copies.needed:,} with a copy for each expert, {copies.bound:,} with one for each node"
+        console.print(f"rows between nodes: {each_way}")
         table = ResultTable(
             "what each part brings, dispatch and combine, ms", ("part", "without", "with", "gain"), left=("part",)
         )

@@ -53,7 +53,7 @@ def _with_cores(group: dist.ProcessGroup, cluster: Cluster, timer: RankTimer) ->
 
         def measured(ids: list[torch.Tensor]) -> tuple[Demand, list[float]]:
             """Return what moves, and the us of a dispatch and a combine."""
-            x = torch.ones(len(ids[rank]), _HIDDEN)
+            x = torch.ones(len(ids[rank]), _HIDDEN, dtype=torch.float32, device="cpu")
             there = comm.dispatch(x, ids[rank])
             works = (lambda: comm.dispatch(x, ids[rank]), lambda: comm.combine(there.rows, there.handle))
             demand = Demand.of_routing("measured", ids, placement, topology, 4 * _HIDDEN)

@@ -35,7 +35,7 @@ function drawTimeline(view) {
       drawSpans(context, view, layout, x);
       if (!view.bound_us) return;
       line(context, x(view.bound_us), 2, x(view.bound_us), layout.bottom, colour("over"), 1.5, [4, 3]);
-      write(context, "bound", x(view.bound_us) - 5, 5, "right", colour("over-text"));
+      write(context, "bound", x(view.bound_us) - 5, 8, "right", colour("over-text"));
     },
   );
   explain(made.canvas, (x, y) => spanAt(view, layout, (x - LABELS) / (made.box.clientWidth - LABELS - 14), y - TOP));
