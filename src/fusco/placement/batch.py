@@ -137,7 +137,7 @@ def plan_copies(givers: Any, aim: int, rows_per_copy: float, best: Any, loads: A
             failed = cap
         if num >= 0:
             held, is_aim_held = min(held, cap), is_aim_held or cap == aim
-            cost = held_loads.max() + rows_per_copy * _most_copies(givers, copies[:num])
+            cost = held_loads.max() + (rows_per_copy * _most_copies(givers, copies[:num]) if rows_per_copy else 0.0)
             if cost < least_cost:
                 least_cost, num_best = cost, num
                 best[:num], loads[:] = copies[:num], held_loads
@@ -171,20 +171,23 @@ def _has_places(givers: Any, cap: int) -> Any:
 @compiled()
 def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> Any:
     """Copy experts until no rank has more rows than ``cap``; return how many, or -1 if places do not suffice."""
+    left, places = np.empty_like(givers.rows), np.empty_like(givers.places)
     for way in range(num_ways):
-        num = _hold_in_one_way(givers, cap, way, copies, loads)
+        num = _hold_in_one_way(givers, cap, way, copies, loads, left, places)
         if num >= 0:
             return num
     return -1
 
 
 @compiled()
-def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any) -> int:
+def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any, left: Any, places: Any) -> int:
     """Try ``_hold``. Ways 0 to 3 follow one rule for givers and one for takers; others draw both at every step."""
-    num, num_new, left, places = 0, 0, givers.rows.copy(), givers.places.copy()
-    loads[:] = givers.loads
+    num, num_new, slack = 0, 0, np.int64(0)
+    loads[:], left[:], places[:] = givers.loads, givers.rows, givers.places
+    for rank in range(len(loads)):  # the room that may stay empty: a rank without places fills no more of its own
+        slack += cap - loads[rank] if places[rank] > 0 else min(cap - loads[rank], 0)
     giver_rule, taker_rule, seed = way // 2, way % 2, way
-    while True:
+    while slack >= 0:
         if way >= NUM_RULES:
             seed = _next(seed)
             giver_rule, taker_rule = (seed >> 16) % 3, (seed >> 20) % 3
@@ -193,14 +196,14 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any) -
             return num
         mine = givers.order[givers.first[giver] : givers.first[giver + 1]]
         expert, taker = _known_copy(givers.has, mine, left, loads, places, cap)
-        is_new = taker < 0
-        if is_new:
+        if taker < 0:
+            num_new += 1
             expert = _largest(mine, left)
-            wanted = min(loads[giver] - cap, left[expert]) if taker_rule == 0 else cap
-            taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted)
             if taker_rule == _ANY:
-                taker = _some((loads < cap) & (places > 0), _next(seed))
-        num_new += is_new
+                taker = _some(loads, places, cap, -1, _next(seed))
+            else:
+                wanted = min(loads[giver] - cap, left[expert]) if taker_rule == 0 else cap
+                taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted)
         moved = min(loads[giver] - cap, left[expert], cap - loads[taker])
         if taker < 0 or moved <= 0 or num_new > givers.max_new:
             return -1
@@ -210,6 +213,9 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any) -
         loads[giver] -= moved
         loads[taker] += moved
         places[taker] -= 1
+        if places[taker] == 0:
+            slack -= cap - loads[taker]
+    return -1
 
 
 @compiled()
@@ -221,27 +227,26 @@ def _next(seed: Any) -> Any:
 @compiled()
 def _giver(loads: Any, cap: int, rule: int, seed: Any) -> Any:
     """Return a rank with more rows than the cap: that of most (rule 0), of least (1), or any; -1 if there is none."""
-    giver = loads.argmax()
-    if loads[giver] <= cap:
-        return -1
-    if rule == 1:
-        for rank in range(len(loads)):
-            if cap < loads[rank] < loads[giver]:
-                giver = rank
     if rule == _ANY:
-        giver = _some(loads > cap, seed)
+        return _some(loads, loads, cap, 1, seed)
+    giver = -1
+    for rank in range(len(loads)):
+        if loads[rank] > cap and (giver < 0 or (loads[rank] < loads[giver] if rule else loads[rank] > loads[giver])):
+            giver = rank
     return giver
 
 
 @compiled()
-def _some(are_possible: Any, seed: Any) -> Any:
-    """Return the index of one that is true; -1: none."""
-    number = are_possible.sum()
+def _some(loads: Any, places: Any, cap: int, sign: int, seed: Any) -> Any:
+    """Return any rank with places whose load is above the cap (sign 1) or below (-1); -1: none."""
+    number = 0
+    for rank in range(len(loads)):
+        number += (loads[rank] - cap) * sign > 0 and places[rank] > 0
     left = (seed >> 12) % max(number, 1)
-    for i in range(len(are_possible)):
-        if are_possible[i]:
+    for rank in range(len(loads)):
+        if (loads[rank] - cap) * sign > 0 and places[rank] > 0:
             if left == 0:
-                return i
+                return rank
             left -= 1
     return -1
 
@@ -273,6 +278,7 @@ def _known_copy(has: Any, experts: Any, left: Any, loads: Any, places: Any, cap:
 def _taker(loads: Any, places: Any, cap: int, giver: int, ranks_per_node: int, wanted: int) -> int:
     """Return the rank of least room for ``wanted`` rows, on this node if there is one; else that of most; -1: none."""
     best, largest, least = -1, -1, np.int64(0)
+    first = giver // ranks_per_node * ranks_per_node  # of the giver's node
     for rank in range(len(loads)):
         room = cap - loads[rank]
         if room <= 0 or places[rank] == 0:
@@ -280,7 +286,7 @@ def _taker(loads: Any, places: Any, cap: int, giver: int, ranks_per_node: int, w
         if largest < 0 or room > cap - loads[largest]:
             largest = rank
         if room >= wanted:
-            measure = room if rank // ranks_per_node == giver // ranks_per_node else room + cap
+            measure = room if first <= rank < first + ranks_per_node else room + cap
             if best < 0 or measure < least:
                 best, least = rank, measure
     return best if best >= 0 else largest
