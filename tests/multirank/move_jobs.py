@@ -150,6 +150,14 @@ def hold_back(group: dist.ProcessGroup, setup: Setup) -> tuple[int, int]:
         return round(while_paused * (task.num_steps + 1)), round(held_at * (slow.num_steps + 1))
 
 
+def counted_rows(group: dist.ProcessGroup, setup: Setup, rows: Sequence[int]) -> list[int]:
+    """Plan a batch in which this rank has some rows of one expert; return the rows of all experts."""
+    with setup.open(group) as comm:
+        ids = torch.full((setup.max_tokens, setup.num_topk), -1, device=setup.device)
+        ids.view(-1)[: rows[comm.rank]] = 2 * comm.rank
+        return comm.plan_batch(ids, Balance(1)).rows_per_expert.tolist()
+
+
 def check_prefetch(group: dist.ProcessGroup, setup: Setup, seed: int) -> list[torch.Tensor]:
     """Prefetch for a random batch; compare copies with their homes, gradients with sums; return the gradients."""
     with setup.open(group) as comm:

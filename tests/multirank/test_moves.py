@@ -10,7 +10,7 @@ import pytest
 from rank_setup import Setup
 
 from comparison import assert_same_bits
-from fusco import Settings
+from fusco import ExpertPlacement, Settings
 
 pytestmark = pytest.mark.multirank
 
@@ -50,6 +50,14 @@ def test_copies_of_a_batch_and_their_gradients(world, num_ranks, ranks_per_node)
         for one, other in zip(first, second, strict=True):
             for grad, again in zip(one, other, strict=True):
                 assert_same_bits(grad, again, "gradients of two runs")
+
+
+def test_counts_of_more_than_16_bits_are_exchanged(world):
+    """The high halves follow in a call of their own, where some are not 0."""
+    placement = ExpertPlacement.contiguous(4, 2).in_places(3)
+    setup = Setup(ranks_per_node=2, num_experts=4, num_topk=2, max_tokens=1 << 16, expert_placement=placement)
+    for rows in ([1 << 16, 5], [65_535, 0], [7, 131_071]):
+        assert world.run(jobs.counted_rows, 2, setup, rows) == [[rows[0], 0, rows[1], 0]] * 2
 
 
 MISTAKEN = 2

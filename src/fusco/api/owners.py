@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fusco.api.collective import run_collective
@@ -63,7 +64,7 @@ class Owners:
         self.batch: Callable[[torch.Tensor], torch.Tensor] | None = None  # chooses as the latest plan says
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
-        self._max_counts = 2 * ControlLayout(engine.topology).max_counts
+        self._max_counts = 4 * ControlLayout(engine.topology).max_counts
         self._lost: torch.Tensor | None = None  # by expert id + 1: True for one that no rank has
         self._num_lost: torch.Tensor | int = 0
         if self.placement.has_places or self.placement.lost_experts:
@@ -231,19 +232,29 @@ class Owners:
         counted: IntArray | slice,
         check: Callable[[], None] = lambda: None,
     ) -> IntArray:
-        """Return counts of each rank's ids of some experts, int64 (R, num_counts), in as many calls as records need."""
-        counts, gathered = np.zeros(0, np.int64), list[IntArray]()
-        for first in range(0, num_counts, self._max_counts):
+        """Return counts of each rank's ids of some experts, int64 (R, num_counts), in as many calls as records need.
 
-            def prepare(request: Request, call: Call, first: int = first) -> Pending[IntArray]:  # noqa: ARG001
-                nonlocal counts
-                if not first:
-                    assert isinstance(self._choice, HostChoice)
-                    counts = self._choice.count_experts(topk_idx)[counted]
-                return Pending(_packed(counts[first : first + self._max_counts]), _unpacked)
+        Records hold the low halves; the high ones follow if a rank says, behind the low ones, that some are not 0.
+        """
+        halves = np.zeros((0, 0), np.uint16)
 
-            gathered.append(self._run(name, known, topk_idx, prepare, check))
-        return np.concatenate(gathered, axis=1)[:, :num_counts]
+        def gather(half: int) -> IntArray:
+            gathered = list[IntArray]()
+            for first in range(0, num_counts + 1, self._max_counts):
+
+                def prepare(request: Request, call: Call, first: int = first) -> Pending[IntArray]:  # noqa: ARG001
+                    nonlocal halves
+                    if not len(halves):
+                        assert isinstance(self._choice, HostChoice)
+                        halves = _halves(self._choice.count_experts(topk_idx)[counted])
+                    return Pending(_packed(halves[half, first : first + self._max_counts]), _unpacked)
+
+                gathered.append(self._run(name, known, topk_idx, prepare, check))
+            return np.concatenate(gathered, axis=1)
+
+        low = gather(0)
+        found = low + (gather(1) << 16) if low[:, num_counts].any() else low
+        return found[:, :num_counts]
 
     def _run(
         self,
@@ -295,13 +306,24 @@ def _quotas(plan: BatchPlan, tables: OwnerTables) -> IntArray:
     return quotas
 
 
-def _packed(counts: IntArray) -> Sequence[int]:
-    """Return counts below 2**32, two in each integer."""
-    even = counts if len(counts) % 2 == 0 else np.append(counts, 0)
-    packed: list[int] = even.astype(np.uint32).view(np.int64).tolist()
+def _halves(counts: IntArray) -> npt.NDArray[np.uint16]:
+    """Return the low and the high 16 bits of counts below 2**32, and behind the low ones, if any high ones are not 0.
+
+    >>> _halves(np.array([5, 65538])).tolist(), _halves(np.array([5])).tolist()
+    ([[5, 2, 1], [0, 1, 0]], [[5, 0], [0, 0]])
+    """
+    halves = np.zeros((2, len(counts) + 1), np.uint16)
+    halves[0, :-1], halves[1, :-1] = counts & 0xFFFF, counts >> 16
+    halves[0, -1] = halves[1].any()
+    return halves
+
+
+def _packed(halves: npt.NDArray[np.uint16]) -> Sequence[int]:
+    """Return numbers of 16 bits, four in each integer."""
+    packed: list[int] = np.pad(halves, (0, -len(halves) % 4)).view(np.int64).tolist()
     return packed
 
 
 def _unpacked(counts: Sequence[Sequence[int]]) -> IntArray:
-    """Return the counts of all ranks, int64 (R, D), perhaps with a column of zeros at the end."""
-    return np.array(counts, dtype=np.int64).reshape(len(counts), -1).view(np.uint32).astype(np.int64)
+    """Return the numbers of all ranks, int64 (R, D), perhaps with columns of zeros at the end."""
+    return np.array(counts, dtype=np.int64).reshape(len(counts), -1).view(np.uint16).astype(np.int64)

@@ -15,6 +15,7 @@ RECORD_HEADER_INTS = 7
 NUM_ATTACHED_INT, NODE_AGREES_INT = 5, 6
 NUM_COMPARED_INTS = 4  # of a header, those that must be equal on all ranks
 _MAX_VERB_COUNTS = 8  # counts of a verb besides those for each rank
+_LEAST_MAX_COUNTS = 40  # of few ranks: 159 experts' in one record (``api/owners.py``), which fits into one packet
 
 
 def align(num_bytes: int) -> int:
@@ -37,7 +38,7 @@ class ControlLayout:
     @property
     def max_counts(self) -> int:
         """Most counts in a record: those of a verb, then two for each rank of the group."""
-        return _MAX_VERB_COUNTS + 2 * self.topology.world_size
+        return max(_MAX_VERB_COUNTS + 2 * self.topology.world_size, _LEAST_MAX_COUNTS)
 
     @cached_property
     def record_ints(self) -> int:
