@@ -69,18 +69,18 @@ def check_handle(law: Law, handle: LowLatencyHandle, rank: int) -> None:
             assert sources[first : first + count] == [src] * sources.count(src)
 
 
-def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook: bool) -> None:
+def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook: bool, hidden: int = HIDDEN) -> None:
     """Sums of rows with weights that the dispatch did not know, twice, from memory of the buffer and not."""
     rank, law = buffer.rank, masked_law(case)
-    y = [values((len(law.slots(r)), HIDDEN), torch.bfloat16, case.seed, "y", r) for r in law.ranks]
-    rows = y[rank].masked_fill(law.undefined(rank)[:, None], torch.nan).view(NUM_LOCAL, -1, HIDDEN)
+    y = [values((len(law.slots(r)), hidden), torch.bfloat16, case.seed, "y", r) for r in law.ranks]
+    rows = y[rank].masked_fill(law.undefined(rank)[:, None], torch.nan).view(NUM_LOCAL, -1, hidden)
     for factor, zero_copy in ((1, False), (-2, True)):
         weights = [factor * each for each in case.world_topk_weights()]
         x = rows
         if zero_copy:
             buffer.get_next_low_latency_combine_buffer(handle)[:] = rows
             x = torch.full_like(rows, torch.nan)
-        out = torch.full((case.num_tokens(rank), HIDDEN), torch.nan, dtype=torch.bfloat16)
+        out = torch.full((case.num_tokens(rank), hidden), torch.nan, dtype=torch.bfloat16)
         sums, event, hook = buffer.low_latency_combine(
             x,
             case.topk_idx(rank),
@@ -129,6 +129,44 @@ def check_fp8(group: dist.ProcessGroup) -> None:
     buffer.destroy()
 
 
+def check_nvfp4(group: dist.ProcessGroup, *, has_hook: bool) -> None:
+    """Each rank's rows times its own scale, in NVFP4, with scales where SGLang's masked products read them."""
+    rank, size, hidden = group.rank(), group.size(), 192  # three tiles of scales
+    buffer = Buffer(group, low_latency_mode=True)
+    for case in cases(size):
+        law, num_rows = masked_law(case), case.max_tokens * size
+        x = [values((case.num_tokens(r), hidden), torch.bfloat16, case.seed, "x", r) for r in law.ranks]
+        scales_of_ranks = [torch.tensor(3.0 + r) for r in law.ranks]
+        (rows, scales), counts, handle, _, hook = buffer.low_latency_dispatch(
+            x[rank],
+            case.topk_idx(rank),
+            case.max_tokens,
+            case.num_experts,
+            use_fp8=False,
+            use_nvfp4=True,
+            x_global_scale=scales_of_ranks[rank],
+            return_recv_hook=has_hook,
+        )
+        if hook:
+            hook()
+        assert counts.tolist() == law.counts(rank)
+        assert rows.shape == (num_rows, hidden // 2, NUM_LOCAL)
+        assert scales.shape == (32, 4, -(-num_rows // 128), 4, hidden // 64, NUM_LOCAL)
+        assert scales.dtype == torch.float8_e4m3fn
+        assert scales.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+        made = [quantize_rows(x[r].float() * scales_of_ranks[r], Quantize("nvfp4")) for r in law.ranks]
+        codes, of_blocks = ([as_codes(part[place]) for part in made] for place in (0, 1))
+        is_row = ~law.undefined(rank)
+        assert_same_bits(
+            rows.permute(2, 0, 1).flatten(0, 1)[is_row], law.rows(rank, codes)[is_row], f"values of {case}"
+        )
+        # (expert, tile, group of rows, row, tile of columns, column): row 32 g + i of a tile is at [i, g].
+        as_rows = as_codes(scales).permute(5, 2, 1, 0, 4, 3).reshape(NUM_LOCAL, -1, hidden // 16)[:, :num_rows]
+        assert_same_bits(as_rows.flatten(0, 1)[is_row], law.rows(rank, of_blocks)[is_row], f"scales of {case}")
+        check_sums(buffer, case, handle, has_hook=has_hook, hidden=hidden)
+    buffer.destroy()
+
+
 def waits_by_rank(group: dist.ProcessGroup, *, enable_shrink: bool) -> list[list[float]]:
     """Return the seconds that this rank waited for each, in dispatches and combines: rank 1 is late in both."""
     buffer = Buffer(group, low_latency_mode=True, enable_shrink=enable_shrink)
@@ -174,6 +212,10 @@ def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: send(x, ids, 2, 4, async_finish=True, return_recv_hook=True),
         lambda: send(x, ids, 2, 4, dispatch_wait_recv_cost_stats=stats.flatten()),
         lambda: buffer.low_latency_dispatch(x, ids, 2, 4, use_ue8m0=True),
+        lambda: buffer.low_latency_dispatch(x, ids, 2, 4, use_nvfp4=True),
+        lambda: send(x, ids, 2, 4, use_nvfp4=True),
+        lambda: send(x, ids, 2, 4, use_nvfp4=True, x_global_scale=weights[0]),
+        lambda: send(x, ids, 2, 4, use_nvfp4=True, use_ue8m0_for_sf=True),
         lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
         lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),
         lambda: other.low_latency_combine(rows, ids, weights, (None, None)),

@@ -18,6 +18,11 @@ def test_low_latency_rows_come_as_fp8_with_scales_of_each_kind(world):
     world.run(low_latency_jobs.check_fp8, 2)
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_low_latency_rows_come_as_nvfp4_in_tiles_of_scales(world, has_hook):
+    world.run(low_latency_jobs.check_nvfp4, 2, has_hook=has_hook)
+
+
 def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
     for texts in world.run(low_latency_jobs.low_latency_refusals, 2):
         assert texts == [
@@ -26,6 +31,10 @@ def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
             "ValueError: async_finish and return_recv_hook exclude each other: an event, or a hook, waits for the call",
             "ValueError: dispatch_wait_recv_cost_stats has shape (4,), but this call needs (2,)",
             "ValueError: use_ue8m0=True needs round_scale=True: exponents are those of powers of two",
+            "ValueError: use_fp8=True and use_nvfp4=True exclude each other: rows have one format",
+            "ValueError: use_nvfp4=True needs x_global_scale of one element, got None",
+            "ValueError: use_nvfp4=True needs x_global_scale of one element, got shape (2,)",
+            "NotImplementedError: fusco's NVFP4 rows have scales of e4m3, not of ue8m0: use_ue8m0_for_sf=True",
             "ValueError: topk_idx differs from that of the dispatch, which the handle has",
             "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
             "TypeError: this call needs the handle of a dispatch, got tuple",

@@ -57,7 +57,9 @@ SIGNATURES = {
     "Buffer.clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank, hidden, num_experts",
     "Buffer.low_latency_dispatch": "x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, "
-    "use_ue8m0=False, async_finish=False, return_recv_hook=False",
+    "use_ue8m0=False, async_finish=False, return_recv_hook=False, "
+    # Of branch hybrid-ep, which has them in other places.
+    "use_nvfp4=False, use_ue8m0_for_sf=False, x_global_scale=None",
     "Buffer.low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
     "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
     "Buffer.get_next_low_latency_combine_buffer": "handle",

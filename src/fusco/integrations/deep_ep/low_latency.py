@@ -1,8 +1,9 @@
 """The low-latency mode of DeepEP's first version on fusco: masked rows of fixed size, for decode in CUDA graphs.
 
 Contract: DeepEP v1.2.1, ``deep_ep/buffer.py``, and main at dd758ca, ``deep_ep/buffers/legacy.py`` (MIT licence), and
-their callers in vLLM and SGLang. E experts of all ranks together, R ranks, at most T tokens of a rank, H hidden: rows
-are (E / R, R * T, H), those of an expert in order of source rank, then token, with counts beside.
+their callers in vLLM and SGLang; of NVFP4 rows: branch hybrid-ep at 94a9f8f. E experts of all ranks together, R ranks,
+at most T tokens of a rank, H hidden: rows are (E / R, R * T, H), those of an expert in order of source rank, then
+token, with counts beside.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch.distributed as dist
 
 from fusco.core.config import Launch, StaticRows
 from fusco.core.integers import check_integer
-from fusco.core.quantization import Quantize
 from fusco.cuda.within_node.device_plan import capture_number
 from fusco.integrations.along_handles import require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows
 from fusco.integrations.deep_ep.events import EventOverlap, finished
 from fusco.integrations.deep_ep.masks import MaskedCommunicator
+from fusco.integrations.deep_ep.row_formats import as_deep_ep_returns, fp8_format, nvfp4_rows
 from fusco.integrations.deep_ep.wait_costs import waits_for_ranks
 from fusco.integrations.expert_rows import ExpertRows, SentRows
 from fusco.integrations.group_communicators import GroupCommunicators
@@ -185,6 +186,10 @@ class LowLatencyCalls(BufferBase):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
+        x_global_scale: torch.Tensor | None = None,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Send tokens to their experts, without a wait of the host.
 
@@ -202,11 +207,14 @@ class LowLatencyCalls(BufferBase):
             use_ue8m0: with ``round_scale``, scales are their exponents, four in an int32.
             async_finish: return an event recorded after the call.
             return_recv_hook: rows and counts are there once the hook has been called.
+            use_nvfp4: send rows times ``x_global_scale``, float32 of one element, as ``Quantize("nvfp4")``; with
+                ``use_fp8=False``. ``use_ue8m0_for_sf`` is refused.
 
         Returns:
             Rows (E / R, R * T, H), or float8_e4m3fn rows and their scales, float32 (E / R, R * T, H / 128) or packed
-            int32 (E / R, R * T, H / 512), column-major; those behind an expert's last row are undefined. Rows of each
-            local expert, int32 (E / R,); the handle; the event; the hook or ``None``.
+            int32 (E / R, R * T, H / 512), column-major; of NVFP4 uint8 (R * T, H / 2, E / R) and float8_e4m3fn (32, 4,
+            ceil(R * T / 128), 4, ceil(H / 64), E / R), views of swizzled scales; those behind an expert's last row are
+            undefined. Rows of each local expert, int32 (E / R,); the handle; the event; the hook or ``None``.
         """
         with self._low_latency.rejecting():
             require_shape("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._num_ranks)
@@ -219,10 +227,12 @@ class LowLatencyCalls(BufferBase):
                 raise ValueError(f"{num_experts} experts do not divide among {self._num_ranks} ranks")
             stats, num_local = cumulative_local_expert_recv_stats, num_experts // self._num_ranks
             require_shape("cumulative_local_expert_recv_stats", stats, num_local)
-            quantize = _quantize(round_scale, use_ue8m0) if use_fp8 else None
+            rows, quantize = x.contiguous(), fp8_format(round_scale, use_ue8m0) if use_fp8 else None
+            if use_nvfp4:
+                rows, quantize = nvfp4_rows(rows, x_global_scale, use_fp8, use_ue8m0_for_sf)
             num_received = torch.empty(num_local, dtype=torch.int32, device=x.device)
         self._add_waits("low-latency dispatch", dispatch_wait_recv_cost_stats)
-        rows, options = x.contiguous(), {"quantize": quantize, "launch": launch}
+        options = {"quantize": quantize, "launch": launch}
         sent = self._complete(lambda: self._send(rows, topk_idx, num_experts, num_max, **options))
 
         def receive() -> None:
@@ -231,7 +241,7 @@ class LowLatencyCalls(BufferBase):
             if stats is not None:
                 stats.add_(num_received)
 
-        arrived = sent.dispatched.payloads if use_fp8 else sent.dispatched.rows
+        arrived = as_deep_ep_returns(sent.dispatched.payloads, quantize)
         handle = LowLatencyHandle(sent, num_max, x.shape[1], may_outlive_plan=self._masked is not None)
         return arrived, num_received, handle, *_finish(receive, async_finish, return_recv_hook)
 
@@ -361,12 +371,6 @@ def _finish(receive: Hook, async_finish: bool, return_recv_hook: bool) -> tuple[
     if not return_recv_hook:
         receive()
     return finished(async_finish), receive if return_recv_hook else None
-
-
-def _quantize(round_scale: bool, use_ue8m0: bool) -> Quantize:
-    if use_ue8m0 and not round_scale:
-        raise ValueError("use_ue8m0=True needs round_scale=True: exponents are those of powers of two")
-    return Quantize(scale="ue8m0" if use_ue8m0 else "power-of-two" if round_scale else "float32", layout="tma")
 
 
 def _require_ids(topk_idx: torch.Tensor, sent: SentRows) -> None:
