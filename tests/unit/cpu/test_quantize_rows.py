@@ -1,5 +1,7 @@
 """``quantize_rows`` against its PyTorch twin, bit for bit; layouts of scales; what a reader gets back."""
 
+import secrets
+
 import pytest
 import torch
 
@@ -44,10 +46,40 @@ def assert_as_reference(x: torch.Tensor, quantize: Quantize) -> None:
     assert not differ.any(), (differ.nonzero()[0], values[differ], expected_values[differ])
 
 
+@pytest.fixture
+def seed() -> int:
+    """Another one in each run; a failure shows it among the arguments of its test."""
+    return secrets.randbits(32)
+
+
 @pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
 @pytest.mark.parametrize("quantize", FORMATS, ids=name_of)
-def test_ten_thousand_random_rows_with_nan_infinity_zeros_and_subnormals(quantize, dtype):
-    assert_as_reference(rows_to_quantize(10_000, 256, dtype), quantize)
+def test_ten_thousand_random_rows_with_nan_infinity_zeros_and_subnormals(quantize, dtype, seed):
+    assert_as_reference(rows_to_quantize(10_000, 256, dtype, seed), quantize)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("quantize", FORMATS[5:], ids=name_of)
+def test_blocks_of_finite_values_have_the_bits_of_torchao(quantize, dtype, seed):
+    """Where an mx scale is the least, 2**-127, torchao has others (docs/design.md)."""
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x, modes = rows_to_quantize(10_000, 256, dtype, seed), mx.ScaleCalculationMode
+    if quantize.format == "nvfp4":
+        given = None if quantize.global_scale == 1.0 else torch.tensor(quantize.global_scale)
+        expected_scales, expected = nvfp4.nvfp4_quantize(x, quantize.block, given)
+    else:
+        mode = modes.RCEIL if quantize.rounding == "ceil" else modes.FLOOR
+        expected_scales, expected = mx.to_mx(x, torch.float8_e4m3fn, quantize.block, mode)
+    values, scales = (part.view(torch.uint8) for part in quantized(x, quantize))
+    expected_scales = expected_scales.contiguous().view(torch.uint8).view_as(scales)
+    is_compared = x.view(*scales.shape, quantize.block).isfinite().all(-1)
+    if quantize.format == "mxfp8":
+        is_compared &= scales > 0
+    assert is_compared.float().mean() > 0.9
+    assert torch.equal(scales[is_compared], expected_scales[is_compared])
+    codes, of_torchao = (part.contiguous().view(torch.uint8).view(*scales.shape, -1) for part in (values, expected))
+    assert torch.equal(codes[is_compared], of_torchao[is_compared])
 
 
 @pytest.mark.parametrize("quantize", FORMATS, ids=name_of)
