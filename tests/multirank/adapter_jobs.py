@@ -83,7 +83,7 @@ def sglang_layer(group: dist.ProcessGroup, quant_method: Any) -> list[float]:
             assert sent.total_expanded == (0 if is_extend else len(sent.hidden_states))
             experts = [rank * NUM_LOCAL + local for local in range(NUM_LOCAL)]
             assert sent.activation_scale_block_size == block
-            y = _experts_in_blocks(sent, experts, kind, is_static=not is_extend)
+            y = experts_in_blocks(sent, experts, kind, is_static=not is_extend)
             if (arrived := sent.hidden_states_scale) is not None:
                 if is_ue8m0 and len(arrived):
                     assert arrived.stride() == (1, -(-len(arrived) // 4) * 4)
@@ -134,14 +134,14 @@ def sglang_rebalanced(group: dist.ProcessGroup, num_placements: int) -> float:
             topk = SimpleNamespace(topk_ids=torch.tensor(physical), topk_weights=weights)
             sent = dispatcher.dispatch(hidden_states=x, topk_output=topk)
             experts = placed[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL].tolist()
-            y = _experts_in_blocks(sent, experts, Quantize(), is_static=not is_extend)
+            y = experts_in_blocks(sent, experts, Quantize(), is_static=not is_extend)
             out = dispatcher.combine(combine_input=DeepEPv2CombineInput(y, None))
             largest = max(largest, largest_error(out, dense(x, ids, weights)))
         dispatcher._rows.comms.abort()
     return largest
 
 
-def _experts_in_blocks(sent: Any, experts: list[int], kind: Quantize, *, is_static: bool) -> torch.Tensor:
+def experts_in_blocks(sent: Any, experts: list[int], kind: Quantize, *, is_static: bool) -> torch.Tensor:
     """Weighted results of rows in blocks of 128, those behind the last block undefined."""
     rows, ends = sent.hidden_states, sent.psum_num_recv_tokens_per_expert.tolist()
     assert sent.topk_weights.shape == (len(rows),)

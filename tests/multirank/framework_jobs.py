@@ -91,14 +91,19 @@ def dense_layer(x: torch.Tensor, router: torch.Tensor, experts: Experts) -> torc
     return out
 
 
+def with_gelu(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """One expert."""
+    return torch.nn.functional.gelu(rows @ up.to(rows.dtype).T) @ down.to(rows.dtype).T
+
+
 def sums_of_experts(
-    rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor, experts: Experts
+    rows: torch.Tensor, local_ids: torch.Tensor, weights: torch.Tensor, experts: Experts, of_expert=with_gelu
 ) -> torch.Tensor:
     """The weighted sum of a rank's experts, in the rows' dtype, for each row; ids of other experts are negative."""
     sums = torch.zeros(rows.shape)
-    for expert, (up, down) in enumerate(experts):
+    for expert, matrices in enumerate(experts):
         row, k = (local_ids == expert).nonzero(as_tuple=True)
-        y = torch.nn.functional.gelu(rows[row] @ up.to(rows.dtype).T) @ down.to(rows.dtype).T
+        y = of_expert(rows[row], *matrices)
         sums.index_add_(0, row, y.float() * weights[row, k][:, None])
     return sums.to(rows.dtype)
 

@@ -62,7 +62,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextlib.contextmanager
-def _without_unused() -> Iterator[None]:
+def without_unused() -> Iterator[None]:
     version = importlib.metadata.version
     finder = _Finder()
     sys.meta_path.insert(0, finder)
@@ -82,7 +82,7 @@ def dispatcher_layers(group: dist.ProcessGroup, mode: str, *, is_fp8: bool) -> l
     environment = mock.patch.dict(os.environ, {"SGLANG_DEEPEP_BF16_DISPATCH": str(int(not is_fp8))})
     a_gpu = SimpleNamespace(multi_processor_count=132)
     properties = mock.patch.object(torch.cuda, "get_device_properties", return_value=a_gpu)
-    with environment, properties, frameworks_on("cpu"), _without_unused():
+    with environment, properties, frameworks_on("cpu"), without_unused():
         try:
             import sglang.srt.layers.moe.token_dispatcher.deepep as module
             from sglang.srt.layers.moe import utils

@@ -8,12 +8,15 @@ import re
 
 import collectivex_jobs
 import framework_jobs as jobs
+import model_folder_jobs
 import pytest
 import sglang_jobs
+import sglang_v2_jobs
 import torch
 import vllm_jobs
 from on_device import skip_without_gpus
 
+from fusco import Quantize
 from fusco.core.topology import Topology
 from fusco.ranks.emulation import emulated_network
 from fusco.ranks.failures import RankFailedError
@@ -93,6 +96,17 @@ def test_vllms_kernel_equals_a_dense_layer_with_its_own_deep_ep_class_and_with_f
         assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
 
 
+@needs("vllm", "safetensors")
+@pytest.mark.cpu_only
+def test_vllms_fp8_layer_of_a_models_folder_gives_what_one_rank_gives(pair, tmp_path):
+    model_folder_jobs.write_folder(tmp_path)
+    for errors in pair[0].run(model_folder_jobs.layers, 2, tmp_path):
+        if isinstance(errors, str):
+            pytest.skip(f"vLLM cannot be imported: {errors}")
+        assert list(errors) == ["allgather_reducescatter", "deepep_low_latency"]
+        assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
+
+
 @needs("sglang")
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "FP8"])
@@ -102,6 +116,22 @@ def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode, is_fp8):
         if isinstance(errors, str):
             pytest.skip(errors)
         assert len(errors) == (8 if mode == "AUTO" else 3)
+        assert max(errors) < BOUND["cpu", BF16], errors
+
+
+@needs("sglang")
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_expanded", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [None, Quantize(), Quantize(scale="ue8m0", layout="tma")],
+    ids=["bfloat16", "FP8", "FP8 with UE8M0"],
+)
+def test_sglangs_classes_for_deep_eps_second_version_equal_a_dense_layer(pair, kind, is_expanded):
+    for errors in pair[0].run(sglang_v2_jobs.layers, 2, kind, is_expanded=is_expanded):
+        if isinstance(errors, str):
+            pytest.skip(errors)
+        assert len(errors) == 6
         assert max(errors) < BOUND["cpu", BF16], errors
 
 

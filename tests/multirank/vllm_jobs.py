@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ from framework_jobs import (
     INNER,
     NUM_EXPERTS,
     NUM_TOPK,
+    Experts,
     dequantized,
     frameworks_on,
     inputs_of,
@@ -24,6 +25,7 @@ from framework_jobs import (
     sums_of_experts,
     wide,
     wide_experts,
+    with_gelu,
 )
 from frozen_vllm import moe_kernel_quantize_input
 
@@ -48,7 +50,7 @@ def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
 
         init_workspace_manager(torch.device("cpu"))
         errors = {}
-        with _on_cpu(mk), torch.no_grad(), _deep_ep_ways(group) as ways:
+        with on_cpu(mk), torch.no_grad(), _deep_ep_ways(group) as ways:
             for name, of_dtypes in {**ways, **_own_ways(adapter, group)}.items():
                 for dtype, way in zip(("bfloat16", "FP8"), of_dtypes, strict=True):
                     steps = [_step(mk, way, group, step, quantized=dtype == "FP8") for step in range(3)]
@@ -57,7 +59,7 @@ def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
 
 
 @contextlib.contextmanager
-def _on_cpu(mk: Any) -> Iterator[None]:
+def on_cpu(mk: Any) -> Iterator[None]:
     """Replace what vLLM has for GPUs only: pinned memory, and the kernel that quantises."""
     from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht, deepep_ll
 
@@ -111,20 +113,27 @@ def _deep_ep_ways(group: dist.ProcessGroup) -> Iterator[dict[str, list[Any]]]:
         buffer.destroy()
 
 
-def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
-    """What vLLM's oracles make once fusco is registered, by backend."""
-    from vllm.model_executor.layers.fused_moe.oracle import fp8
-
+@contextlib.contextmanager
+def registered(adapter: Any, group: dist.ProcessGroup) -> Iterator[None]:
+    """Let vLLM's oracles ask fusco what prepares experts of a group."""
     adapter.register()
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 16]),
         model_config=SimpleNamespace(enforce_eager=False),
     )
-    made = {}
     with (
         mock.patch.object(adapter, "get_ep_group", return_value=SimpleNamespace(cpu_group=group)),
         mock.patch.object(adapter, "get_current_vllm_config", return_value=config),
     ):
+        yield
+
+
+def _own_ways(adapter: Any, group: dist.ProcessGroup) -> dict[str, list[Any]]:
+    """What vLLM's oracles make once fusco is registered, by backend."""
+    from vllm.model_executor.layers.fused_moe.oracle import fp8
+
+    made = {}
+    with registered(adapter, group):
         for backend in ("allgather_reducescatter", "deepep_low_latency"):
             parallel = SimpleNamespace(use_all2all_kernels=True, all2all_backend=backend, sp_size=1)
             moe = SimpleNamespace(moe_parallel_config=parallel, num_experts=NUM_EXPERTS, max_num_tokens=MAX_TOKENS)
@@ -155,7 +164,10 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
         *([FP8] if quantized else []), block_shape=[BLOCK, BLOCK] if quantized else None
     )
     config = SimpleNamespace(moe_parallel_config=None, **plain)
-    out = mk.FusedMoEKernel(way, _experts(mk, way, config, quant_config)).apply(
+    is_batched = way.activation_format == mk.FusedMoEActivationFormat.BatchedExperts
+    sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": way.num_dispatchers()} if is_batched else {}
+    experts = experts_class(mk, is_batched=is_batched)(config, quant_config, **sizes)
+    out = mk.FusedMoEKernel(way, experts).apply(
         hidden_states=x,
         w1=torch.stack([pair[0] for pair in pairs[first : first + num_local]]),
         w2=torch.stack([pair[1] for pair in pairs[first : first + num_local]]),
@@ -173,8 +185,21 @@ def _step(mk: Any, way: Any, group: dist.ProcessGroup, step: int, *, quantized: 
     return largest_error(out, expected) / float(expected.abs().max()) if len(x) else 0.0
 
 
-def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
-    """Experts of the way's format, in PyTorch: vLLM's own need compiled parts."""
+def _as_they_are(_: Any, w1: torch.Tensor, w2: torch.Tensor) -> Experts:
+    return list(zip(w1, w2, strict=True))
+
+
+def experts_class(
+    mk: Any,
+    *,
+    is_batched: bool,
+    matrices_of: Callable[[Any, torch.Tensor, torch.Tensor], Experts] = _as_they_are,
+    of_expert: Callable[..., torch.Tensor] = with_gelu,
+) -> Any:
+    """Experts of a format, in PyTorch: vLLM's own need compiled parts.
+
+    ``matrices_of`` gets vLLM's configuration of quantised weights, and the weights.
+    """
     from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as reduction
 
     class StandardExperts(mk.FusedMoEExpertsModular):
@@ -194,9 +219,9 @@ def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
             local, metadata = given["expert_map"][given["topk_ids"]], given["expert_tokens_meta"]
             counts = torch.bincount(local[local >= 0], minlength=len(given["w1"]))
             assert counts.equal(metadata.expert_num_tokens)
-            pairs = list(zip(given["w1"], given["w2"], strict=True))
             rows = dequantized(hidden_states, given["a1q_scale"])
-            output.copy_(sums_of_experts(rows, local, given["topk_weights"], pairs))
+            pairs = matrices_of(self.quant_config, given["w1"], given["w2"])
+            output.copy_(sums_of_experts(rows, local, given["topk_weights"], pairs, of_expert))
 
     class BatchedExperts(StandardExperts):
         """Leave the weights to the combine, as vLLM's batched experts do."""
@@ -218,13 +243,11 @@ def _experts(mk: Any, way: Any, config: Any, quant_config: Any) -> Any:
                 given["expert_tokens_meta"].expert_num_tokens,
             )
             output.fill_(float("nan"))
-            for expert, count in enumerate(counts.tolist()):
-                inner = torch.nn.functional.gelu(rows[expert, :count] @ given["w1"][expert].T)
-                output[expert, :count] = inner @ given["w2"][expert].T
+            pairs = matrices_of(self.quant_config, given["w1"], given["w2"])
+            for expert, (count, matrices) in enumerate(zip(counts.tolist(), pairs, strict=True)):
+                output[expert, :count] = of_expert(rows[expert, :count], *matrices)
 
-    is_batched = way.activation_format == mk.FusedMoEActivationFormat.BatchedExperts
     kind = BatchedExperts if is_batched else StandardExperts
     # All that is abstract besides: what vLLM asks before it chooses experts.
     kind.__abstractmethods__ = frozenset()
-    sizes = {"max_num_tokens": MAX_TOKENS, "num_dispatchers": way.num_dispatchers()} if is_batched else {}
-    return kind(config, quant_config, **sizes)
+    return kind
