@@ -17,7 +17,7 @@ from fusco.ranks.local_world import LocalWorld, RankFailedError
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
-NUM_KILLS = 20
+NUM_KILLS = 5  # in every run of the tests at other moments
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "asynchronous"])
@@ -57,10 +57,10 @@ def test_the_last_steps_are_kept_and_a_step_can_be_saved_again(two, tmp_path):
 
 def test_a_save_that_is_killed_leaves_one_of_two_steps(two, tmp_path):
     """A random rank, at a random moment."""
-    chance, took_s = random.Random(0), two.run(jobs.time_of_save, tmp_path / "timed")[0]
+    chance, took_s = random.SystemRandom(), two.run(jobs.time_of_save, tmp_path / "timed")[0]
     moments = [(chance.randrange(2), chance.random() * took_s) for _ in range(NUM_KILLS)]
-    found = [killed(tmp_path / str(index), *moment) for index, moment in enumerate(moments)]
-    assert set(found) <= {1, 2}
+    for index, moment in enumerate(moments):
+        assert killed(tmp_path / str(index), *moment) in {1, 2}, moment
 
 
 def killed(folder, rank, after_s):

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 ROOT = Path(__file__).parents[2]
 SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
 SMALL = [argument for name, size in SIZES.items() for argument in (f"--{name}", str(size))]
-RUN = [*SMALL, "--text-bytes", "100000", "--ranks", "2", "--dropout", "0.2", "--steps", "50"]
+RUN = [*SMALL, "--text-bytes", "100000", "--ranks", "2", "--dropout", "0.2", "--steps", "12"]
 
 
 def train(*arguments):
@@ -33,12 +33,12 @@ def train(*arguments):
 
 def losses(path):
     steps = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "step"]
-    assert [step["step"] for step in steps] == list(range(50))
+    assert [step["step"] for step in steps] == list(range(12))
     return [(step["loss"], step["gradient_norm"]) for step in steps]
 
 
 def weights(run, into):
-    dcp_to_torch_save(run / "step-00000050", into)
+    dcp_to_torch_save(run / "step-00000012", into)
     return torch.load(into)
 
 
@@ -53,24 +53,24 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     done = train(*RUN, "--save", whole, "--json", tmp_path / "whole.jsonl")
     assert done.exit_code == 0, done.output
     log = tmp_path / "killed.jsonl"
-    command = [sys.executable, "-m", "fusco", "train", *RUN, "--save", killed, "--save-every", "8", "--json", log]
+    command = [sys.executable, "-m", "fusco", "train", *RUN, "--save", killed, "--save-every", "2", "--json", log]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
         deadline = time.monotonic() + 120
-        while not (killed / "step-00000016").exists():
+        while not (killed / "step-00000004").exists():
             assert time.monotonic() < deadline
             assert run.poll() is None
             time.sleep(0.01)
         os.killpg(run.pid, signal.SIGKILL)
-    assert not (killed / "step-00000050").exists()
+    assert not (killed / "step-00000012").exists()
     done = train("--resume", killed, "--keep-last", "1", "--json", log)
     assert done.exit_code == 0, done.output
     assert losses(log) == losses(tmp_path / "whole.jsonl")
     assert same(weights(whole, tmp_path / "whole.pt"), weights(killed, tmp_path / "killed.pt"))
-    assert [path.name for path in killed.glob("step-*")] == ["step-00000050"]
+    assert [path.name for path in killed.glob("step-*")] == ["step-00000012"]
 
     for arguments, text in (
-        (["--resume", killed], f"the run in {killed} has 50 steps, of --steps 50: ask for more"),
+        (["--resume", killed], f"the run in {killed} has 12 steps, of --steps 12: ask for more"),
         (
             ["--resume", killed, "--hidden", "64"],
             f"--hidden 64 does not continue the run in {killed}, which has --hidden 32",

@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import fusco
+from forked_interpreter import ForkedInterpreter
 
 LIMIT_S = 30.0
-CHILD_LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -172,13 +171,14 @@ def test_one_node_opens_no_transport(group):
     assert next(iter(opened)).startswith("0100007F:")  # 127.0.0.1
 
 
-BEGIN = """
-import os, sys, time, warnings
+IMPORTS = """
+import os, sys, threading, time, warnings
 import torch, torch.distributed as dist
-import fusco
-
-warnings.simplefilter("always")
 import torch.testing._internal.distributed.fake_pg
+import compiled_kernels, fusco, fusco.api.communicator
+"""
+BEGIN = """
+warnings.simplefilter("always")
 # Not gloo, whose own groups keep a forked process from ending.
 rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), is_master=rank == 0, wait_for_workers=False)
@@ -206,25 +206,23 @@ def wait_for(child):
 """
 
 
-def output_of(program, num_ranks=1):
-    """What the first rank of a program says."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", BEGIN + program, str(rank), str(num_ranks), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    outputs = [rank.communicate(timeout=CHILD_LIMIT_S) for rank in ranks]
-    assert {rank.returncode for rank in ranks} == {0}, outputs
-    return outputs[0][0].splitlines(), outputs[0][1]
+@pytest.fixture(scope="module")
+def output_of():
+    """Returns a function: what the first rank of a program says, in lines, and its errors."""
+
+    def output_of(program, num_ranks=1):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        ranks = [[str(rank), str(num_ranks), str(port)] for rank in range(num_ranks)]
+        ended = interpreter.run(BEGIN + program, *ranks)
+        assert {rank.code for rank in ended} == {0}, ended
+        return ended[0].stdout.splitlines(), ended[0].stderr
+
+    with ForkedInterpreter(IMPORTS) as interpreter:
+        yield output_of
 
 
-def test_a_forked_process_has_no_part_in_its_parents_communicator():
+def test_a_forked_process_has_no_part_in_its_parents_communicator(output_of):
     lines, errors = output_of("""
 with make() as comm:
     use(comm)
@@ -249,7 +247,7 @@ if not child:
 
 
 @pytest.mark.parametrize(("num_ranks", "end"), [(1, "comm = None; sys.exit(3)"), (2, "sys.exit(3)")])
-def test_a_forked_process_ends_in_silence_with_a_communicator_that_was_not_closed(num_ranks, end):
+def test_a_forked_process_ends_in_silence_with_a_communicator_that_was_not_closed(output_of, num_ranks, end):
     program = f"""
 comm = make()
 use(comm)
@@ -264,7 +262,7 @@ comm.close()
     assert errors == ""
 
 
-def test_a_forked_process_ends_after_an_all_to_all():
+def test_a_forked_process_ends_after_an_all_to_all(output_of):
     lines, errors = output_of("""
 fusco.all_to_all(torch.empty(4), torch.ones(4))
 if not (child := os.fork()):
@@ -279,16 +277,15 @@ fusco.all_to_all(torch.empty(4), torch.ones(4))
     assert errors == ""
 
 
-def test_a_process_ends_with_a_communicator_that_was_not_closed():
+def test_a_process_ends_with_a_communicator_that_was_not_closed(output_of):
     lines, errors = output_of("comm = make(); use(comm); print('done')")
     assert lines == ["done"]
     assert "ResourceWarning: a communicator of rank 0 (num_experts=4, device cpu) was dropped without" in errors
     assert "Traceback" not in errors
 
 
-def test_a_process_ends_while_a_daemon_thread_waits_in_a_call():
+def test_a_process_ends_while_a_daemon_thread_waits_in_a_call(output_of):
     lines, errors = output_of("""
-import threading
 from fusco.control.counters import CounterWait
 
 comm, has_begun = make(), threading.Event()

@@ -1,9 +1,10 @@
-"""Ten thousand routings: plans of all ranks, executed row by row, match the specification and their costs."""
+"""Two thousand routings: plans of all ranks, executed row by row, match the specification and their costs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from random import SystemRandom
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ TOPOLOGIES = {
     "3x2 shuffled": (0, 1, 2, 2, 0, 1),
     "2x3": (0, 0, 0, 1, 1, 1),
 }
-ROUTINGS_PER_TOPOLOGY = 1120  # 10,080 in all
+ROUTINGS_PER_TOPOLOGY = 220  # 1,980 in all, and others in every run of the tests
 BYTES_PER_TOKEN = 14
 BALANCER_NAMES = (*BALANCERS, "scattered")
 
@@ -174,7 +175,8 @@ def brute_force_cost(law: Law, plan: DispatchPlan, crossing: list[SentRow], weig
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_plans_match_the_specification(name):
     topology = Topology(TOPOLOGIES[name])
-    for number in range(ROUTINGS_PER_TOPOLOGY):
+    first = SystemRandom().randrange(1_000_000)
+    for number in range(first, first + ROUTINGS_PER_TOPOLOGY):
         case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)
         balancer = balancer_of(BALANCER_NAMES[number % len(BALANCER_NAMES)], case.max_tokens, topology)
         routings = routings_of(case)

@@ -111,9 +111,16 @@ def _python_sources() -> Iterator[Path]:
     assert torch_package is not None
     assert torch_package.origin is not None
     for root in (Path(sysconfig.get_path("stdlib")), Path(torch_package.origin).parent):
-        for path in sorted(root.rglob("*.py")):
-            if not set(path.relative_to(root).parts).intersection(_NOT_SOURCES):
-                yield path
+        yield from _sources_in(root)
+
+
+def _sources_in(folder: Path) -> Iterator[Path]:
+    """Yield sources in order, and look into no folder before its turn: the first few are enough text."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and path.name not in _NOT_SOURCES:
+            yield from _sources_in(path)
+        elif path.suffix == ".py" and path.is_file():
+            yield path
 
 
 def _files_of(text: Path) -> Iterator[Path]:

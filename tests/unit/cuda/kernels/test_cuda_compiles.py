@@ -27,9 +27,18 @@ def describe(value: object) -> str:
     return str(value)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(("name", "constants"), CASES, ids=describe)
+@pytest.mark.parametrize(
+    ("name", "constants", "arch"),
+    [
+        (name, constants, arch)
+        for name, grid in GRID.items()
+        for index, constants in enumerate(grid)
+        for arch in (ARCHITECTURES if index == 0 else (ARCHITECTURES[index % len(ARCHITECTURES)],))
+    ],
+    ids=describe,
+)
 def test_compiles(name, constants, arch, tmp_path):
+    """A kernel for every architecture, and each of its other constants for one of them."""
     assert Compiler(arch, tmp_path).compile(name, constants).startswith(ELF)
 
 
