@@ -31,10 +31,18 @@ def digest_of_sources(file: Path, package: Path) -> str:
 @cache
 def _imported_files(path: Path, package: Path) -> tuple[Path, ...]:
     """Return the files of the package that a file imports by absolute names."""
-    names = [name for node in ast.walk(ast.parse(path.read_bytes())) for name in _imported_names(node)]
+    names = [name for node in _statements(ast.parse(path.read_bytes())) for name in _imported_names(node)]
     inside = [name.split(".")[1:] for name in names if name.split(".")[0] == package.name]
     candidates = [place for parts in inside for place in _places(package.joinpath(*parts))]
     return tuple(dict.fromkeys(place for place in candidates if place.is_file()))
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements in a node, without a look into expressions, which would take most of the time."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from _statements(child)
 
 
 def _imported_names(node: ast.AST) -> Iterator[str]:
