@@ -87,9 +87,12 @@ def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, tuple[
             try:
                 model = make_root(root)
                 fsdp.parallelize(model, mesh, fsdp.TorchDispatcher(mesh.ep_group))
-                biases = find_expert_biases(model)
             except (ValueError, TypeError, ImportError):
                 continue
+            try:
+                biases = find_expert_biases(model)
+            except ValueError:  # nor have the routers of the kind's other classes
+                break
             found[kind] = _updated(model, biases)
             break
     return found

@@ -61,14 +61,15 @@ def round_trips(_: dist.ProcessGroup, kind: str, path: Path) -> RoundTrips:
         except ValueError as error:
             trips.rejected[name] = str(error)
         else:
-            trips.faults[name] = _faults(model, weights, path / name)
+            # A file for each block, of one class.
+            trips.faults[name] = _faults(model, weights, path / name, 1 << 30 if trips.faults else 1)
     return trips
 
 
-def _faults(model: transformers.PreTrainedModel, weights: Tensors, path: Path) -> list[str]:
+def _faults(model: transformers.PreTrainedModel, weights: Tensors, path: Path, max_file_bytes: int) -> list[str]:
     """Between a parallelized model and the plain one, which had these weights and was saved as ``plain``."""
     sharded_class = type(model)
-    fsdp.save_hugging_face(path / "parallel", model, max_file_bytes=1)  # a file for each block
+    fsdp.save_hugging_face(path / "parallel", model, max_file_bytes=max_file_bytes)
     plain = load_file(path / "plain" / "model.safetensors")
     parallel: Tensors = {}
     for file in (path / "parallel").glob("*.safetensors"):
