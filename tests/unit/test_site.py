@@ -39,9 +39,9 @@ def site(tmp_path_factory):
     server.shutdown()
 
 
-@pytest.fixture(params=["light", "dark"])
+@pytest.fixture
 def page(browser, site, request):
-    """A narrow page whose errors and requests are kept."""
+    """A narrow page, light or dark as the test asks, whose errors and requests are kept."""
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=request.param)
     page = context.new_page()
     page.errors, page.requests = [], []
@@ -52,6 +52,7 @@ def page(browser, site, request):
     context.close()
 
 
+@pytest.mark.parametrize("page", ["light"], indirect=True)
 def test_pages_have_no_errors_ask_nobody_else_and_fit_a_narrow_window(page, site):
     for path in PAGES:
         page.goto(site + path)
@@ -62,6 +63,7 @@ def test_pages_have_no_errors_ask_nobody_else_and_fit_a_narrow_window(page, site
     assert len(page.requests) > len(PAGES)
 
 
+@pytest.mark.parametrize("page", ["dark"], indirect=True)
 def test_the_search_finds_dispatch(page, site):
     page.goto(site)
     page.locator("label[for=__search]").first.click()

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from test_help import COMMANDS
+from test_reference_pages import SECTIONS, require_fields
 from test_tables import print_decode, print_offload, print_prefill, print_rails, print_train, shown
 from typer.testing import CliRunner
 
@@ -45,10 +46,15 @@ def require_screen(text, finding):
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_screen_ends_with_the_finding(line, tmp_path):
-    done = CliRunner().invoke(app, line.format(folder=tmp_path).split(), env={"COLUMNS": str(WIDTH)})
+def test_a_screen_ends_with_the_finding_and_lines_of_json_have_the_fields_of_the_page(line, tmp_path):
+    out = tmp_path / "out.jsonl"
+    is_written = any(SECTIONS.get(name) for name in COMMANDS if line.startswith(name))
+    arguments = [*line.format(folder=tmp_path).split(), *(("--json", str(out)) if is_written else ())]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": str(WIDTH)})
     assert done.exit_code == 0, done.output
     require_screen(done.output, LINES[line])
+    if is_written:
+        require_fields(line, out)
 
 
 @pytest.mark.parametrize("command", RECORDS)
