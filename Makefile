@@ -37,7 +37,7 @@ demo: setup
 test: setup warm-up
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
 	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m "not alone"
-	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m alone
+	$(BIN)/pytest -n 2 --dist loadfile $$(grep -l mark.alone tests/multirank/test_*.py)
 	$(BIN)/pytest tests/testbed
 	$(BIN)/pytest tests/cuda
 

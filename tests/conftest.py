@@ -22,6 +22,8 @@ collect_ignore_glob = ["conftest.py", "*/conftest.py", "attack/*"]
 # Files whose few tests take longest; other files are begun in the order of their numbers of tests, as by pytest-xdist.
 BEGUN_FIRST = (
     "test_train",
+    "test_fsdp_names",
+    "test_fsdp",
     "test_fsdp_checkpoints",
     "test_frameworks",
     "test_fsdp_ops",
