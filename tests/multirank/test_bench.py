@@ -177,21 +177,9 @@ def wait_for_ranks(session: int, num_ranks: int) -> None:
 @pytest.mark.multirank
 def test_bench_shuffle_runs_on_the_ranks_of_a_launched_job(tmp_path):
     out = tmp_path / "launched.jsonl"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fusco"]
-    command = [
-        *torchrun,
-        "bench",
-        "shuffle",
-        "--ranks-per-node",
-        "1",
-        "--traffic",
-        "uniform",
-        *SHAPE,
-        "--json",
-        str(out),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ["--ranks-per-node", "1", "--traffic", "uniform", *SHAPE, "--json", str(out)]
+    done = launch(2, "fusco", ["bench", "shuffle", *options], tmp_path / "logs")
+    assert done.is_ok, done.stderr
     assert done.stdout.count("shuffle, uniform traffic: 2 nodes x 1 rank,") == 1, "one rank speaks for all"
     records = list(map(json.loads, out.read_text().splitlines()))
     assert [record["variant"] for record in records] == ["fusco", "baseline"]

@@ -26,8 +26,8 @@ def setup_of(num_ranks: int, ranks_per_node: int, seed: int = 0, **rest) -> Setu
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), WORLDS)
 @pytest.mark.parametrize("has_shares", [False, True])
 def test_rows_go_to_the_places_of_the_rule_before_and_after_place(world, num_ranks, ranks_per_node, has_shares):
-    seeds = range(2 * len(KINDS) if num_ranks < 6 else len(KINDS))
-    world.run(jobs.check_replicas, num_ranks, setup_of(num_ranks, ranks_per_node, seed=int(has_shares)), seeds)
+    setup = setup_of(num_ranks, ranks_per_node, seed=int(has_shares))
+    world.run(jobs.check_replicas, num_ranks, setup, range(num_ranks, num_ranks + len(KINDS)))
 
 
 def test_static_rows(world):
