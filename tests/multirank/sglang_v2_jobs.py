@@ -57,7 +57,7 @@ def layers(group: dist.ProcessGroup, kind: Quantize | None, *, is_expanded: bool
                 given = num_tokens if num_tokens > 4 or group.rank() else 0
                 with mock.patch.object(module, "get_is_extend_in_batch", return_value=is_prefill):
                     errors.append(_layer(module, made, group, given, kind))
-        made._impl._get_buffer().destroy()
+            made._impl._get_buffer().destroy()
         return errors
 
 
