@@ -33,7 +33,11 @@ class PlanCost:
 
 
 def plan_world(
-    routings: Sequence[Routing], placement: ExpertPlacement, topology: Topology, balancer: Balancer
+    routings: Sequence[Routing],
+    placement: ExpertPlacement,
+    topology: Topology,
+    balancer: Balancer,
+    expert_alignment: int = 1,
 ) -> tuple[CpuPlan, ...]:
     """Plan for every rank, as the ranks themselves would after exchanging their routing.
 
@@ -45,7 +49,7 @@ def plan_world(
     nodes = [_routing_on_node(routings, forwardings, node, topology) for node in range(topology.num_nodes)]
     plans = []
     for rank, node in enumerate(topology.rank_to_node):
-        pairs = plan_pairs(nodes[node], placement, rank, topology.locals_of(node))
+        pairs = plan_pairs(nodes[node], placement, rank, topology.locals_of(node), expert_alignment)
         plan = CpuPlan(
             rank=rank,
             placement=placement,
