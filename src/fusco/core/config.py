@@ -16,6 +16,7 @@ from fusco.core.topology import Topology
 RankLinks = tuple[tuple[int, ...], ...]
 ScheduleMode = Literal["exact", "few", "spread-out"]  # how the stages of an all-to-all between nodes are made
 
+FSDP_SMS = 32  # of a launch beside which collectives of others run, such as FSDP's
 _MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types
 _Config = TypeVar("_Config", bound="EngineConfig")
 

@@ -26,7 +26,6 @@ GATHER_SMS = 8  # packs rows several times as fast as any network takes them
 # Rows without a token that messages of a dispatch may have, so that the host need not wait until rows are counted.
 MAX_EMPTY_BYTES = 512 << 10
 INTERNODE_SMS = 32  # of all kernels between nodes: faster than networks, and NCCL's kernels need SMs, too
-FSDP_SMS = 32  # where FSDP's collectives run concurrently
 
 
 # --- Blocks ---

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.create import refuse_creation
 from fusco.core.balance import Balance
-from fusco.core.config import Launch, Settings, StaticRows
+from fusco.core.config import FSDP_SMS, Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, cleanup_after
 from fusco.core.placement import ExpertPlacement
-from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import ops
 from fusco.fsdp.dispatcher import Arrival
 

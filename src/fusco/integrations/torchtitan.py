@@ -18,8 +18,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 
-from fusco.core.config import Launch
-from fusco.cuda.tuning import FSDP_SMS
+from fusco.core.config import FSDP_SMS, Launch
 from fusco.fsdp import SHUFFLE_OPS, Arrival, FuscoDispatcher
 
 # Module state: all layers of a group share one, and the memory of its communicators. Each layer keeps it alive.

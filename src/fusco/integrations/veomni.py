@@ -15,8 +15,7 @@ from veomni.distributed.parallel_state import get_parallel_state
 from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 from veomni.ops.kernels import moe
 
-from fusco.core.config import Launch
-from fusco.cuda.tuning import FSDP_SMS
+from fusco.core.config import FSDP_SMS, Launch
 from fusco.fsdp.grouped_linear import grouped_linear
 from fusco.integrations.expert_rows import ExpertRows
 

@@ -26,11 +26,10 @@ from fusco.bench.prefill.job import PrefillJob
 from fusco.bench.shuffle.baseline import BaselineShuffle
 from fusco.bench.shuffle.peers import BufferShuffle
 from fusco.core.balance import Balance
-from fusco.core.config import Launch, Settings, StaticRows
+from fusco.core.config import FSDP_SMS, Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import installed, is_recent
 from fusco.core.topology import Topology
-from fusco.cuda.tuning import FSDP_SMS
 from fusco.fsdp import Dispatcher, Experts, FuscoDispatcher, TimedDispatcher, TorchDispatcher
 from fusco.fsdp.layer import ExpertParallelLayer
 

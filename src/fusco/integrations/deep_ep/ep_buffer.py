@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from fusco.core.config import Launch, Settings, StaticRows
-from fusco.cuda.tuning import FSDP_SMS
+from fusco.core.config import FSDP_SMS, Launch, Settings, StaticRows
 from fusco.integrations.along_handles import require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, Event, like, payloads_of
 from fusco.integrations.deep_ep.ep_handle import DispatchSizes, EPHandle

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusco.api.functional import all_to_all, move_experts
-from fusco.cuda.tuning import FSDP_SMS
+from fusco.core.config import FSDP_SMS
 from fusco.integrations.along_handles import require_shape
 from fusco.integrations.deep_ep.base import BufferBase, Event
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, wait_for
