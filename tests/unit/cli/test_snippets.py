@@ -41,7 +41,7 @@ def commands(name):
             for line in snippet.text.replace("\\\n", " ").splitlines():
                 for part in re.split(r" && ", line):
                     words = split(part)
-                    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    while words and re.fullmatch(r"[A-Z0-9_]+=.*", words[0]):
                         del words[0]
                     if words:
                         yield words
@@ -70,7 +70,7 @@ def parse(words):
         case ["fusco", *arguments]:
             parse_fusco(arguments)
         case ["export", *assignment]:
-            assert re.match(r"[A-Z_]+=", assignment[0])
+            assert re.match(r"[A-Z0-9_]+=", assignment[0])
             for inner in re.findall(r"\$\(fusco (.*?)\)", " ".join(assignment)):
                 parse_fusco(inner.split())
         case ["make", *targets]:
