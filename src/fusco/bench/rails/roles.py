@@ -20,9 +20,9 @@ _BARRIER_S = 60.0
 _STOP = b""  # a message without bytes ends a sink
 
 
-def sink(office: Office) -> int:
-    """Receive messages of a flow until an empty one comes; return the bytes received."""
-    link, buffer, total = office.channels[0], bytearray(_FLOW_BYTES), 0
+def sink(office: Office, max_bytes: int = _FLOW_BYTES) -> int:
+    """Receive messages of up to ``max_bytes`` until an empty one comes; return the bytes received."""
+    link, buffer, total = office.channels[0], bytearray(max_bytes), 0
     posted = deque(link.irecv(buffer) for _ in range(_NUM_POSTED))
     while num_bytes := posted.popleft().wait():
         total += num_bytes
