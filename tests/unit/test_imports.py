@@ -91,9 +91,17 @@ def test_nothing_lies_loose_at_the_top():
     assert loose == {"__init__.py", "__main__.py", "py.typed"}
 
 
-@pytest.mark.parametrize("statement", ["import fusco", "import fusco; dir(fusco); fusco.__version__"])
-def test_importing_fusco_loads_no_torch(statement):
-    script = f"{statement}; import sys; sys.exit(bool({{'torch', 'numpy', 'numba'}} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("import fusco", {"torch", "numpy", "numba"}),
+        ("import fusco; dir(fusco); fusco.__version__", {"torch", "numpy", "numba"}),
+        ("import fusco.rails, fusco.testbed", {"torch", "numba"}),
+        ("import fusco.schedule", {"torch"}),
+    ],
+)
+def test_importing_loads_nothing_heavy_that_is_not_needed(statement, heavy):
+    script = f"{statement}; import sys; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

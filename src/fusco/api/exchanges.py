@@ -12,9 +12,9 @@ from fusco.api.autograd import ExchangeRows, Precomputed
 from fusco.api.collective import run_collective
 from fusco.api.elastic import Elastic
 from fusco.api.uncompiled import limited
-from fusco.core.config import ScheduleMode
 from fusco.core.rows import count_as_changed, wants_grad
 from fusco.core.segments import Segments
+from fusco.core.topology import ScheduleMode
 
 
 class Exchanges(Elastic):

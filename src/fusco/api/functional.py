@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.api.create import check_process_group
 from fusco.api.moves import Weights
-from fusco.core.config import ScheduleMode
+from fusco.core.topology import ScheduleMode
 from fusco.placement.moves import Placement
 
 # By group and device. Module state: the process groups of torch, whose lifetime it follows, are global too.

@@ -13,9 +13,10 @@ from fusco.api.exchanged_rows import require_output, rows_of_ranks
 from fusco.api.handle import Handle
 from fusco.api.known_inputs import KnownInput, KnownInputs
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.config import Launch, ScheduleMode, StaticRows
+from fusco.core.config import Launch, StaticRows
 from fusco.core.rows import plain, wants_grad
 from fusco.core.segments import Segments
+from fusco.core.topology import ScheduleMode
 from fusco.cuda.memory.layout import MAX_PAYLOADS
 from fusco.engine.base import (
     AllToAllRequest,

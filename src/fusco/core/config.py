@@ -10,11 +10,7 @@ import torch
 from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.quantization import Quantize
 from fusco.core.routing_sizes import RoutingSizes
-from fusco.core.topology import Topology
-
-# Links of each rank to other nodes, by node and local rank.
-RankLinks = tuple[tuple[int, ...], ...]
-ScheduleMode = Literal["exact", "few", "spread-out"]  # how the stages of an all-to-all between nodes are made
+from fusco.core.topology import RankLinks, Topology
 
 FSDP_SMS = 32  # of a launch beside which collectives of others run, such as FSDP's
 _MAX_TIMEOUT_S = 1_000_000  # eleven days; sockets, timers and devices count limits in several integer types

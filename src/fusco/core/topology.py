@@ -6,6 +6,11 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
+
+# Links of each rank to other nodes, by node and local rank.
+RankLinks = tuple[tuple[int, ...], ...]
+ScheduleMode = Literal["exact", "few", "spread-out"]  # how the stages of an all-to-all between nodes are made
 
 
 @dataclass(frozen=True)

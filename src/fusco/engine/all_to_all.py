@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusco.core.config import ScheduleMode
 from fusco.core.errors import MismatchError
 from fusco.core.lanes import IntArray
-from fusco.core.topology import Topology
+from fusco.core.topology import ScheduleMode, Topology
 from fusco.engine.base import AllToAllRequest, ShuffleRequest
 from fusco.schedule.cost import Links, are_lanes_worth_it, schedule_for
 from fusco.schedule.rank_schedule import Flow, RankSchedule, make_rank_schedule

@@ -14,13 +14,13 @@ import torch
 
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.record_round import Attachment
-from fusco.core.config import Launch, ScheduleMode, StaticRows
+from fusco.core.config import Launch, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import as_bytes, describe_rows, expert_rows_shape, row_bytes, wants_grad
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
-from fusco.core.topology import Topology
+from fusco.core.topology import ScheduleMode, Topology
 from fusco.engine.owner_choice import OwnerChoice
 from fusco.engine.quantizer import Origin, Quantizer
 from fusco.planner.balancer import Balancer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusco.core.config import RankLinks
+from fusco.core.topology import RankLinks
 from fusco.planner.lanes import most_of_link
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.core.config import RankLinks
 from fusco.core.groups import Groups
 from fusco.core.lanes import IntArray, Lanes
-from fusco.core.topology import Topology
+from fusco.core.topology import RankLinks, Topology
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from fusco.core.config import RankLinks
 from fusco.core.environment import ALL_RAILS, RAILS_VARIABLE, rail_names
 from fusco.core.integers import check_integer
-from fusco.core.topology import Topology
+from fusco.core.topology import RankLinks, Topology
 
 MAX_RAILS = 16  # rails of a host; the board has room for as many
 _MAX_INTERFACE_BYTES = 15  # IFNAMSIZ without the terminator

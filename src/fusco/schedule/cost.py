@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fusco.core.config import ScheduleMode
 from fusco.core.integers import check_integer
 from fusco.core.lanes import IntArray
-from fusco.core.topology import Topology
+from fusco.core.topology import ScheduleMode, Topology
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.matrix import as_node_bytes

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fusco.core.config import ScheduleMode
 from fusco.core.lanes import IntArray
-from fusco.core.topology import Topology
+from fusco.core.topology import ScheduleMode, Topology
 from fusco.schedule import lanes
 from fusco.schedule.decomposition import decompose, spread_out
 from fusco.schedule.matrix import as_matrix
