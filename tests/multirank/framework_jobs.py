@@ -55,6 +55,13 @@ def frameworks_on(device: str):
         yield
 
 
+def what_is_missing(error: ModuleNotFoundError) -> str:
+    """Return what a framework needs and is not installed; raise the error again if that is ``deep_ep`` or of fusco."""
+    if str(error.name).partition(".")[0] in ("deep_ep", "fusco"):
+        raise error
+    return str(error)
+
+
 def expert_weights() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The two matrices of every expert."""
     random = torch.Generator().manual_seed(5)

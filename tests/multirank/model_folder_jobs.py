@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from framework_jobs import Experts, dequantized, frameworks_on, relative, sums_of_experts
+from framework_jobs import Experts, dequantized, frameworks_on, relative, sums_of_experts, what_is_missing
 from frozen_vllm import moe_kernel_quantize_input
 from vllm_jobs import MAX_TOKENS, experts_class, on_cpu, registered
 
@@ -64,9 +64,7 @@ def layers(group: dist.ProcessGroup, folder: Path) -> dict[str, list[float]] | s
             from vllm.model_executor.layers.fused_moe import all2all_utils
             from vllm.v1.worker.workspace import init_workspace_manager
         except ModuleNotFoundError as missing:
-            if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
-                raise
-            return str(missing)
+            return what_is_missing(missing)
         from fusco.integrations import vllm as adapter
 
         init_workspace_manager(torch.device("cpu"))

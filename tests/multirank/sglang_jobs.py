@@ -26,6 +26,7 @@ from framework_jobs import (
     relative,
     router_weights,
     sums_of_experts,
+    what_is_missing,
     wide,
     wide_experts,
 )
@@ -87,9 +88,7 @@ def dispatcher_layers(group: dist.ProcessGroup, mode: str, *, is_fp8: bool) -> l
             import sglang.srt.layers.moe.token_dispatcher.deepep as module
             from sglang.srt.layers.moe import utils
         except ModuleNotFoundError as missing:
-            if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
-                raise
-            return f"SGLang cannot be imported: {missing}"
+            return f"SGLang cannot be imported: {what_is_missing(missing)}"
         assert module.use_deepep, module._deepep_import_error
         has_gemm = mock.patch.object(module.deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", new=True)
         quantizes = mock.patch.object(module, sglang_per_token_group_quant_fp8.__name__, _quantize, create=True)

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from adapter_jobs import NUM_LOCAL, NUM_TOPK, dense, expert, experts_in_blocks, layer_input
-from framework_jobs import frameworks_on, relative
+from framework_jobs import frameworks_on, relative, what_is_missing
 from frozen_frameworks import sglang_per_token_group_quant_fp8
 from sglang_jobs import without_unused
 
@@ -36,9 +36,7 @@ def layers(group: dist.ProcessGroup, kind: Quantize | None, *, is_expanded: bool
         try:
             module = _with_second_version("sglang.srt.layers.moe.token_dispatcher.deepep_v2")
         except ModuleNotFoundError as missing:
-            if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
-                raise
-            return f"SGLang cannot be imported: {missing}"
+            return f"SGLang cannot be imported: {what_is_missing(missing)}"
         assert module.use_deepep_v2, module._deepep_v2_import_error
         is_ue8m0 = kind is not None and kind.scale == "ue8m0"
         resources, errors = SimpleNamespace(buffers={}), []

@@ -23,6 +23,7 @@ from framework_jobs import (
     inputs_of,
     router_weights,
     sums_of_experts,
+    what_is_missing,
     wide,
     wide_experts,
     with_gelu,
@@ -43,9 +44,7 @@ def kernels(group: dist.ProcessGroup) -> dict[str, list[float]] | str:
             import vllm.model_executor.layers.fused_moe.modular_kernel as mk
             from vllm.v1.worker.workspace import init_workspace_manager
         except ModuleNotFoundError as missing:
-            if str(missing.name).partition(".")[0] in ("deep_ep", "fusco"):
-                raise
-            return str(missing)
+            return what_is_missing(missing)
         from fusco.integrations import vllm as adapter
 
         init_workspace_manager(torch.device("cpu"))

@@ -17,7 +17,7 @@ from fusco.core.lanes import IntArray
 
 # Of the search, on every device alike.
 NUM_CAPS = 20  # that are tried, at most
-NUM_RULES = 4  # of the ways of `_hold`: those without random choices
+NUM_RULES = 4  # of the ways to give and take in placement/batch.py: those without random choices
 MOST_TRIES, NUM_TRIES = 32, 2048  # with random choices; the latter over the square of the number of ranks
 PRECISION = 512  # parts of the aim, to which a cap is known
 FIRST_GAP = 128  # parts of the aim, between it and the second cap; gaps double
