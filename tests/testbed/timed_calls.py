@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -79,17 +80,18 @@ class Rank:
 
     def comm(self, size: int, num_rails: int, balancer: str) -> fusco.Communicator:
         if (key := (size, num_rails, balancer)) not in self.comms:
-            os.environ[RAILS_VARIABLE] = ",".join(self.rails[:num_rails]) if num_rails > 1 else ""
-            self.comms[key] = fusco.Communicator(
-                self.groups[size],
-                num_experts=NUM_EXPERTS,
-                num_topk=NUM_TOPK,
-                hidden=HIDDEN,
-                max_tokens_per_rank=self.most_tokens,
-                dtype=DTYPE,
-                balancer=balancer,
-                settings=fusco.Settings(timeout_s=30.0),
-            )
+            rails = ",".join(self.rails[:num_rails]) if num_rails > 1 else ""
+            with patch.dict(os.environ, {RAILS_VARIABLE: rails}):
+                self.comms[key] = fusco.Communicator(
+                    self.groups[size],
+                    num_experts=NUM_EXPERTS,
+                    num_topk=NUM_TOPK,
+                    hidden=HIDDEN,
+                    max_tokens_per_rank=self.most_tokens,
+                    dtype=DTYPE,
+                    balancer=balancer,
+                    settings=fusco.Settings(timeout_s=30.0),
+                )
         return self.comms[key]
 
     def calls(self, case: Case) -> list[Callable[[], dict[str, float]]]:
