@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from elastic_jobs import leave_and_rejoin
 from fault_jobs import Fate
@@ -90,41 +91,20 @@ class Attacks:
             victims = victims[:1]
         sign = random.choice((signal.SIGKILL, signal.SIGSTOP))
         delay_s = random.choice((random.uniform(0, 0.3), random.uniform(0.3, 4), random.uniform(0.3, 4)))
-        survivors = [rank for rank in range(configuration.num_ranks) if rank not in victims]
-        with world_with_victims(configuration.num_ranks, victims) as world:
-            name = (self._seed, "faults", number)
-            world.start(on_ranks.work_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
-            time.sleep(delay_s)
-            for victim in victims:
-                os.kill(world.processes[victim].pid, sign)
-            struck_at = time.monotonic()
-            outcomes = world.collect(survivors, timeout_s=_MAX_WORK_S + 4 * _TIMEOUT_S)
+        work = (on_ranks.work_until_failure, configuration, _MAX_WORK_S, self._seed, "faults", number)
         what = f"{sign.name} to rank(s) {victims} after {delay_s:.3f} s on {configuration}"
-        for rank, (is_ok, fate) in zip(survivors, outcomes, strict=True):
-            assert is_ok, f"{what}: rank {rank}: {fate}"
-            _check_fate(fate, rank, victims, struck_at, what)
-        last = max((fate for _, fate in outcomes), key=lambda fate: fate.raised_at)
+        after_s, last = _strike(work, configuration.num_ranks, victims, sign, delay_s, what)
         where = last.text.partition(", waiting")[0].partition("gave up in ")[2]
-        return f"named after {last.raised_at - struck_at:.2f} s in {where}: {what}"
+        return f"named after {after_s:.2f} s in {where}: {what}"
 
     def moves(self, number: int) -> str:
         """A rank is killed while experts move; all others name it, and none has half an expert."""
         random = self._random_of("moves", number)
         configuration = draw(random, _FAULT_WORLDS, _TIMEOUT_S)
         victim, delay_s = random.randrange(configuration.num_ranks), random.uniform(0.2, 3)
-        survivors = [rank for rank in range(configuration.num_ranks) if rank != victim]
-        with world_with_victims(configuration.num_ranks, [victim]) as world:
-            name = (self._seed, "moves", number)
-            world.run(moves.warm_up, configuration.num_ranks)
-            world.start(moves.move_until_failure, configuration.num_ranks, configuration, _MAX_WORK_S, *name)
-            time.sleep(delay_s)
-            world.processes[victim].kill()
-            struck_at = time.monotonic()
-            outcomes = world.collect(survivors, timeout_s=_MAX_WORK_S + 4 * _TIMEOUT_S)
+        work = (moves.move_until_failure, configuration, _MAX_WORK_S, self._seed, "moves", number)
         what = f"rank {victim} killed after {delay_s:.3f} s on {configuration}"
-        for rank, (is_ok, fate) in zip(survivors, outcomes, strict=True):
-            assert is_ok, f"{what}: rank {rank}: {fate}"
-            _check_fate(fate, rank, [victim], struck_at, what)
+        _strike(work, configuration.num_ranks, [victim], signal.SIGKILL, delay_s, what, moves.warm_up)
         return what
 
     def clients(self, number: int) -> str:
@@ -226,6 +206,32 @@ class Attacks:
             for num_ranks in range(LARGEST_WORLD, 0, -1):
                 self._world.run(on_ranks.no_op, num_ranks)
         return self._world
+
+
+def _strike(
+    work: tuple[Any, ...],
+    num_ranks: int,
+    victims: list[int],
+    sign: signal.Signals,
+    delay_s: float,
+    what: str,
+    before: Callable[..., object] = on_ranks.no_op,
+) -> tuple[float, Fate]:
+    """Strike ranks during ``work``; return after how many seconds the last of the others raised, and its fate."""
+    survivors = [rank for rank in range(num_ranks) if rank not in victims]
+    with world_with_victims(num_ranks, victims) as world:
+        world.run(before, num_ranks)
+        world.start(work[0], num_ranks, *work[1:])
+        time.sleep(delay_s)
+        for victim in victims:
+            os.kill(world.processes[victim].pid, sign)
+        struck_at = time.monotonic()
+        outcomes = world.collect(survivors, timeout_s=_MAX_WORK_S + 4 * _TIMEOUT_S)
+    for rank, (is_ok, fate) in zip(survivors, outcomes, strict=True):
+        assert is_ok, f"{what}: rank {rank}: {fate}"
+        _check_fate(fate, rank, victims, struck_at, what)
+    last = max((fate for _, fate in outcomes), key=lambda fate: fate.raised_at)
+    return last.raised_at - struck_at, last
 
 
 def _check_fate(fate: Fate, rank: int, victims: list[int], struck_at: float, what: str) -> None:
