@@ -26,10 +26,10 @@ import fusco
 from fusco.bench.harness.environment import Measurement, hardware, versions
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.prefill.gate import relative_error
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.stopwatch import Stopwatch
 from fusco.core.topology import Topology
-from fusco.ranks.emulation import emulated_network
-from fusco.ranks.local_world import LocalWorld
 from without_cuda import without_cuda
 
 BACKENDS = {

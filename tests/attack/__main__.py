@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attack.kinds import Attacks
-from fusco.ranks.local_world import PRELOADED
+from fusco.bench.ranks.local_world import PRELOADED
 
 # Share of the time that each kind gets.
 _SHARES = {"random": 0.35, "soak": 0.15, "faults": 0.2, "clients": 0.05, "peers": 0.07, "addresses": 0.03}

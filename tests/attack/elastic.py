@@ -21,8 +21,8 @@ from attack.on_ranks import Holdings, least
 from attack.serving import End, Right, Service, serve
 from attack.strikes import Strike, Strikes
 from fusco import Settings, Topology
-from fusco.ranks.emulation import emulated_network
-from fusco.ranks.progress import new_store
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.bench.ranks.progress import new_store
 
 TIMEOUT_S = {"cpu": 4.0, "cuda": 12.0}  # ranks that shared a GPU took more than 8 s to connect over NCCL
 _WORLDS = {"cpu": ((3, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4))}

@@ -20,7 +20,7 @@ from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from attack.on_ranks import least
 from attack.strikes import Strikes
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
 _TIMEOUT_S, _SLACK_S = 4.0, 2.0  # timeout where ranks fail, and what a loaded machine adds

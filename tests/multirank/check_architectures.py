@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusco.bench.harness.environment import commit, hardware
-from fusco.ranks.local_world import PRELOADED
+from fusco.bench.ranks.local_world import PRELOADED
 
 _DOCS = Path(__file__).parents[2] / "docs"
 RECORDS, PAGE = _DOCS / "data" / "architectures.jsonl", _DOCS / "training" / "architectures.md"

@@ -11,8 +11,8 @@ from limited_world import limited_world
 from on_device import DeviceWorld, use_network_only
 from rank_setup import no_op
 
+from fusco.bench.ranks.local_world import PRELOADED, LocalWorld
 from fusco.core.environment import may_share_gpus
-from fusco.ranks.local_world import PRELOADED, LocalWorld
 
 # Not searched for doctests if their imports are missing; their tests are skipped with a message.
 _MODULE_TO_JOBS = {"transformers": "fsdp_*.py", "peft": "fsdp_adapter_jobs.py"}

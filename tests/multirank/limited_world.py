@@ -3,7 +3,7 @@
 import torch
 from on_device import skip_without_gpus, use_network_only
 
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 
 
 class LimitedWorld:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import fusco
+from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
-from fusco.ranks.local_world import LocalWorld
 
 
 def skip_without_gpus(num_ranks: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fault_jobs import TIMEOUT_S, Fate, Fault, die, no_op, run_with_fault, stop
 
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 
 SLACK_S = 1.5  # more than a loaded machine takes to schedule all processes
 CLOSING_S = 3.0

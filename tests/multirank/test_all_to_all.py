@@ -10,7 +10,7 @@ import pytest
 from rank_setup import Setup
 
 from fusco import Settings
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 
 pytestmark = pytest.mark.multirank
 

@@ -10,9 +10,9 @@ from fault_jobs import Fault, die, stop
 from on_device import load
 
 import fusco
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.environment import may_share_gpus
-from fusco.ranks.emulation import emulated_network
-from fusco.ranks.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only, pytest.mark.timeout(90 * load())]
 

@@ -29,7 +29,7 @@ from membership_jobs import (
 from rank_setup import Setup
 
 import fusco
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.alone, pytest.mark.cpu_only, pytest.mark.timeout(240)]
 

@@ -17,10 +17,10 @@ import vllm_jobs
 from on_device import skip_without_gpus
 
 from fusco import Quantize
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.bench.ranks.failures import RankFailedError
+from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.topology import Topology
-from fusco.ranks.emulation import emulated_network
-from fusco.ranks.failures import RankFailedError
-from fusco.ranks.local_world import LocalWorld
 
 pytestmark = pytest.mark.multirank
 FLOAT, BF16 = torch.float32, torch.bfloat16

@@ -14,7 +14,7 @@ import transformers
 from fsdp_models import make_model
 from fsdp_runs import Run
 
-from fusco.ranks.local_world import LocalWorld, RankFailedError
+from fusco.bench.ranks.local_world import LocalWorld, RankFailedError
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

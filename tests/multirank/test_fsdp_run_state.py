@@ -13,7 +13,7 @@ import fsdp_run_state_jobs as jobs
 from fsdp_models import make_model
 
 from fusco import fsdp
-from fusco.ranks.local_world import LocalWorld, RankFailedError
+from fusco.bench.ranks.local_world import LocalWorld, RankFailedError
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

@@ -14,8 +14,8 @@ from on_device import load, skip_without_gpus
 from rank_setup import Setup
 
 from fusco import Settings, Topology
-from fusco.ranks.emulation import emulated_network
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.bench.ranks.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cuda_only]
 # Of four ranks: the experts of rank 2 that ranks 0 and 1 have, too.

@@ -7,7 +7,7 @@ from routing_jobs import check_routings
 from shuffle_jobs import check_shuffles
 
 from fusco import Settings
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 from generator import KINDS
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]

@@ -7,7 +7,7 @@ import re
 import lifecycle_jobs as jobs
 import pytest
 
-from fusco.ranks.local_world import LocalWorld
+from fusco.bench.ranks.local_world import LocalWorld
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

@@ -21,11 +21,11 @@ pytest.importorskip("transformers", reason="fusco train needs transformers: pip 
 from launching import launch
 from train_jobs import second_losses_of, train_until_rows_do_not_arrive, train_with_slow_reports
 
+from fusco.bench.ranks.local_world import LocalWorld
+from fusco.bench.ranks.progress import watching
 from fusco.bench.train.job import TrainingJob, byte_model
 from fusco.bench.train.rank import train_and_log
 from fusco.cli.main import app
-from fusco.ranks.local_world import LocalWorld
-from fusco.ranks.progress import watching
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 

@@ -11,7 +11,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from unittest import mock
 
-from fusco.ranks.local_world import PRELOADED
+from fusco.bench.ranks.local_world import PRELOADED
 from fusco.testbed import Namespaces, Testbed
 from fusco.testbed.job import rank_environment
 

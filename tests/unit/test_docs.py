@@ -146,8 +146,9 @@ def documented(page: Path) -> list[str]:
 
 
 def exports(package: str) -> set[str]:
-    """Return the public names of a package: those that its ``__init__.py`` imports as themselves, without modules."""
-    path = ROOT.joinpath("src", *package.split("."), "__init__.py")
+    """Return public names of a package: those that its stub or ``__init__.py`` imports as themselves, no modules."""
+    folder = ROOT.joinpath("src", *package.split("."))
+    path = folder / ("__init__.pyi" if (folder / "__init__.pyi").exists() else "__init__.py")
     imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     unlisted = ("fusco", "fusco.core.version")
     return {a.name for node in imports for a in node.names if a.asname == a.name and node.module not in unlisted}

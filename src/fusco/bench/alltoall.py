@@ -15,11 +15,11 @@ from fusco.bench.harness.environment import VerifiedMeasurement, record_of
 from fusco.bench.harness.links import LinkPeaks, measure_links
 from fusco.bench.harness.rounds import measure_in_turn, slowest_median
 from fusco.bench.harness.stopwatch import RankTimer
+from fusco.bench.ranks.progress import ProgressReporter
 from fusco.core.config import Settings
 from fusco.core.lanes import IntArray
 from fusco.core.profile import CallProfile
 from fusco.core.topology import ScheduleMode, Topology
-from fusco.ranks.progress import ProgressReporter
 from fusco.schedule.cost import CPU_LINKS, CUDA_LINKS, schedule_for
 from fusco.schedule.stages import lower_bound_bytes
 

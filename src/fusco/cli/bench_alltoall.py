@@ -16,8 +16,8 @@ from fusco.cli.running import check_room, new_console, run_on_ranks
 from fusco.cli.schedule import ShownMode
 from fusco.cli.tables import ResultTable, conclusion, describe_origin, headline, shape_of, verified, verified_cell
 from fusco.cli.testbed import PlaceOptions
+from fusco.cli.wording import plural
 from fusco.core.topology import Topology
-from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.alltoall import ExchangeRecord, ExchangeRun

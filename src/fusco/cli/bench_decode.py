@@ -15,8 +15,8 @@ from fusco.cli.reports import Column, case_of, report, table_of_cases, table_of_
 from fusco.cli.running import new_console, run_model
 from fusco.cli.tables import conclusion, describe_origin, verified_cell
 from fusco.cli.testbed import PlaceOptions
+from fusco.cli.wording import plural
 from fusco.core.requirements import check_fsdp
-from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.decode.job import DecodeJob

@@ -15,8 +15,8 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.reports import left_out
 from fusco.cli.testbed import PlaceOptions
+from fusco.cli.wording import plural
 from fusco.core.files import written_beside
-from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.fsdp.qwen3 import Qwen3Shape

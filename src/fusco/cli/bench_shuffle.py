@@ -13,15 +13,15 @@ import typer
 from rich.console import RenderableType
 
 from fusco.bench import names
+from fusco.bench.ranks.emulation import describe_emulation
 from fusco.bench.shuffle.variants import VARIANTS, choose_variants, is_of_caller, load_of_caller, recorded_variant
 from fusco.cli import options
-from fusco.cli.explore import plan_views
+from fusco.cli.explore.command import plan_views
 from fusco.cli.reports import headlines, report
 from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
 from fusco.cli.tables import shape_of
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
-from fusco.ranks.emulation import describe_emulation
 
 if TYPE_CHECKING:
     from fusco.bench.inputs.traffic import Workload
@@ -166,8 +166,8 @@ def shuffle(
 
 
 def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
+    from fusco.bench.ranks.torchrun import launched
     from fusco.bench.shuffle.summary import summarize
-    from fusco.ranks.torchrun import launched
 
     is_emulated = run.device == "cuda" and not launched()
     emulation = describe_emulation(run.topology, os.environ, num_devices(run.device)) if is_emulated else ""

@@ -152,7 +152,7 @@ def _kernels() -> _Outcome:
 def _gloo() -> _Outcome:
     import torch.distributed as dist
 
-    from fusco.ranks.progress import check_loopback
+    from fusco.bench.ranks.progress import check_loopback
 
     if not (dist.is_available() and dist.is_gloo_available()):
         return "not in this torch", "a torch wheel from PyPI has it"

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import fusco
+from fusco.bench.ranks.failures import RankFailedError, ReportedElsewhereError, error_text
 from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
-from fusco.cli.explore import explore
+from fusco.cli.explore.command import explore
 from fusco.cli.help import CommandGroup, add_commands
 from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
@@ -32,7 +33,6 @@ from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import RequirementError, check_torch
-from fusco.ranks.failures import RankFailedError, ReportedElsewhereError, error_text
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
 _FIRST_RANK_REPORTS_S = 5.0  # with more ranks than cores, interpreters start seconds apart

@@ -14,8 +14,8 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable
+from fusco.cli.wording import plural
 from fusco.core.errors import SharedMemoryError
-from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
     from fusco.rails.usage import RailUse

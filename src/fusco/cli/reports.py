@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.cli.explore import write_records
+from fusco.cli.explore.command import write_records
 from fusco.cli.tables import ResultTable, conclusion, headline, three_digits, verified, verified_cell
-from fusco.explore.wording import plural
+from fusco.cli.wording import plural
 
 Column = tuple[str, str | Callable[[Any], str]]  # a head, and what makes a cell of a record: a format or a function
 

@@ -16,15 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.text import Text
 
 from fusco.bench.names import STDOUT
+from fusco.bench.ranks.emulation import emulated_network
+from fusco.cli.wording import plural
 from fusco.core.environment import may_share_gpus
 from fusco.core.memory_size import available_memory_bytes
 from fusco.core.topology import Topology
-from fusco.explore.wording import plural
-from fusco.ranks.emulation import emulated_network
 
 if TYPE_CHECKING:
     from fusco.bench.harness.model_job import ModelJob
-    from fusco.ranks.torchrun import Launched
+    from fusco.bench.ranks.torchrun import Launched
 
 _Result = TypeVar("_Result")
 
@@ -137,7 +137,7 @@ def check_room(what: str, bytes_per_rank: int, num_ranks: int) -> None:
 
     ``what`` names the memory, with the options that make it smaller; ``bytes_per_rank`` is a lower bound of it.
     """
-    from fusco.ranks.torchrun import launched
+    from fusco.bench.ranks.torchrun import launched
 
     job = launched()
     num_local = job.local_world_size if job else num_ranks
@@ -168,10 +168,10 @@ def run_on_ranks(
     here, ``prepare`` compiles kernels first, so that they load them from disk, and reports its steps; ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
-    from fusco.ranks.joined_world import run_joined
-    from fusco.ranks.local_world import LocalWorld
-    from fusco.ranks.progress import new_store, watching
-    from fusco.ranks.torchrun import launched
+    from fusco.bench.ranks.joined_world import run_joined
+    from fusco.bench.ranks.local_world import LocalWorld
+    from fusco.bench.ranks.progress import new_store, watching
+    from fusco.bench.ranks.torchrun import launched
 
     job = launched()
     if job and job.rank:

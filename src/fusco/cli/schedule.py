@@ -16,7 +16,7 @@ from fusco.bench.names import MatrixKind
 from fusco.cli import options
 from fusco.cli.running import new_console
 from fusco.cli.tables import ResultTable, conclusion
-from fusco.explore.wording import plural
+from fusco.cli.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.schedule import ModeRecord

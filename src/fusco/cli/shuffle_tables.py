@@ -12,7 +12,7 @@ from fusco.bench.shuffle.records import DeviceRecord, InternodeRecord, ShuffleRe
 from fusco.bench.shuffle.variants import VARIANTS, is_of_caller
 from fusco.cli.reports import Column, table_of
 from fusco.cli.tables import ResultTable, describe_origin, shape_of, verified_cell
-from fusco.explore.wording import plural
+from fusco.cli.wording import plural
 
 # Name of a figure, and its row on the CPU.
 _FIGURES = {

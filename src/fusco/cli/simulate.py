@@ -179,10 +179,10 @@ def _check_papers(console: Console, json: Path | None) -> None:
 
 
 def _measure(path: Path, of: ClusterOptions, device: str, console: Console) -> None:
+    from fusco.bench.ranks.joined_world import run_joined
+    from fusco.bench.ranks.torchrun import launched
     from fusco.bench.simulation.measure import measure_cluster
     from fusco.core.topology import Topology
-    from fusco.ranks.joined_world import run_joined
-    from fusco.ranks.torchrun import launched
     from fusco.simulate.cluster import write_cluster
 
     if not (job := launched()):

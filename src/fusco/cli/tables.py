@@ -11,7 +11,7 @@ from rich.measure import Measurement as Extent, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
-from fusco.explore.wording import plural
+from fusco.cli.wording import plural
 
 if TYPE_CHECKING:
     from fusco.bench.harness.environment import Measurement

@@ -74,8 +74,8 @@ class PlaceOptions:
 
         On CUDA that includes too few GPUs, and no package that compiles kernels: nothing has been started yet.
         """
+        from fusco.bench.ranks.torchrun import launched
         from fusco.core.requirements import check_cuda_core
-        from fusco.ranks.torchrun import launched
 
         device, nodes, ranks_per_node = self.device, self.nodes, self.ranks_per_node
         if self.layout:

@@ -27,14 +27,14 @@ from fusco.cli.train_options import (
     write_options,
 )
 from fusco.cli.train_presets import SizeOptions
+from fusco.cli.wording import plural
 from fusco.core.requirements import check_cuda_core, check_fsdp
-from fusco.explore.wording import plural
 
 if TYPE_CHECKING:
+    from fusco.bench.ranks.torchrun import Launched
     from fusco.bench.train.job import TrainingJob
     from fusco.bench.train.records import Run, RunRecord
     from fusco.bench.train.saving import Saving
-    from fusco.ranks.torchrun import Launched
 
 _CURVE_WIDTH = 100  # columns
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
@@ -64,8 +64,8 @@ def train(
     saving.check(run.dispatcher)
     targets = files.metric_targets(run.dispatcher, resumes=saving.resume is not None)
     from fusco.bench.inputs.traffic import check_trace_path, write_trace
+    from fusco.bench.ranks.torchrun import launched
     from fusco.bench.train.records import summarize
-    from fusco.ranks.torchrun import launched
 
     if files.record_trace:
         check_trace_path(files.record_trace)

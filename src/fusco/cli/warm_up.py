@@ -87,10 +87,10 @@ def _visible() -> list[str]:
 def _warm_up_cpu(console: Console) -> None:
     from fusco.control.node_memory import warm_up_node_memory
     from fusco.control.record_round import warm_up_record_round
+    from fusco.core.checked_ids import warm_up_checked_ids
     from fusco.core.compiled import cpu_cache_folder
     from fusco.cpu.kernels.warm_up import warm_up_cpu
     from fusco.cuda.repeated_calls import warm_up_repeated_calls
-    from fusco.integrations.checked_ids import warm_up_checked_ids
     from fusco.placement.placement import warm_up_placement
     from fusco.planner.balancer import warm_up_balancers
     from fusco.schedule import warm_up as warm_up_scheduler

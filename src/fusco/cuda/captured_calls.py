@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusco.control.machine_calls import libc_address
+from fusco.core.current_stream import capture_number
 from fusco.core.errors import Stall
 from fusco.core.keeping import leak
 from fusco.core.topology import Topology
 from fusco.cuda.failure import stall_of
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.memory.arena import Arena
-from fusco.cuda.within_node.device_plan import capture_number
 
 _SEMAPHORE_BYTES = 32  # of glibc on 64 bits; all zero is a semaphore of value 0
 _DELETION_S = 1.0  # for the driver to delete a graph, in a thread of its own

@@ -12,13 +12,10 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from fusco.control.machine_calls import libc_address
 from fusco.control.member_gather import Gather
+from fusco.core.current_stream import raw_stream_of
 from fusco.core.errors import SharedMemoryError, Stall, TransportError
 from fusco.cuda.between_nodes.nccl import NcclTransport
 from fusco.cuda.memory.rendezvous import rendezvous
-
-# The handle of a device's current stream in 0.1 us; PyTorch's public function makes an object, which takes 2. Builds of
-# PyTorch for CPUs have none.
-raw_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
 
 
 class Gpu:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from fusco.api.autograd import rows_of_weights, weights_of_slots
 from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
+from fusco.core.checked_ids import num_topk_of
 from fusco.core.config import Launch
 from fusco.integrations.along_handles import SentHandle, padded, require_shape
-from fusco.integrations.checked_ids import num_topk_of
 from fusco.integrations.group_communicators import GroupCommunicators
 
 

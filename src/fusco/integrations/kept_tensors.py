@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusco.cuda.gpu import raw_stream_of
-from fusco.cuda.within_node.device_plan import capture_number
+from fusco.core.current_stream import capture_number, raw_stream_of
 
 
 class KeptTensors:

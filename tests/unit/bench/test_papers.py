@@ -10,8 +10,8 @@ import pytest
 
 from fusco.bench.simulation.laws import drawn_demand, grouped_gate
 from fusco.bench.simulation.papers import PaperRow, check_papers, published_rows
+from fusco.cli.explore.records import record_views
 from fusco.core.topology import Topology
-from fusco.explore.records import record_views
 from fusco.placement import Balance
 from fusco.simulate.cluster import load_cluster, names_of_clusters
 

@@ -63,7 +63,7 @@ def test_matrices_of_an_alltoall_come_with_commas_and_need_no_trace(monkeypatch)
     ],
 )
 def test_what_does_not_fit_into_memory_is_refused_before_ranks_start(arguments, message, monkeypatch):
-    monkeypatch.setattr("fusco.ranks.local_world.LocalWorld", None)
+    monkeypatch.setattr("fusco.bench.ranks.local_world.LocalWorld", None)
     done = run("bench", *arguments, "--iterations", "1")
     assert isinstance(done.exception, ValueError)
     assert re.search(message, str(done.exception))
@@ -162,7 +162,9 @@ def test_on_gpus_it_says_how_to_get_what_compiles_kernels(arguments, monkeypatch
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name.startswith("cuda") else find_spec(name))
-    monkeypatch.setattr("fusco.ranks.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks"))
+    monkeypatch.setattr(
+        "fusco.bench.ranks.local_world.LocalWorld.__init__", lambda *_, **__: pytest.fail("it starts ranks")
+    )
     if arguments == ["train"] and not all(is_recent(installed(name), least) for name, least in LEAST_OF_FSDP.items()):
         pytest.skip("fusco train needs newer packages")
     done = run(*arguments, "--device", "cuda")

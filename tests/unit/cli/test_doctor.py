@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 from command_line import ROOT, run
 
+from fusco.bench.ranks import progress
 from fusco.cli import doctor
 from fusco.core.requirements import (
     LEAST_OF_FSDP,
     LEAST_VERSIONS,
 )
-from fusco.ranks import progress
 
 
 def test_doctor_knows_the_versions_that_are_needed(monkeypatch):

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from fusco.bench.ranks import torchrun
+from fusco.bench.ranks.torchrun import Launched
 from fusco.bench.train import text
 from fusco.bench.train.job import TrainingJob
 from fusco.cli import running, train as cli_train, train_options
@@ -18,8 +20,6 @@ from fusco.cli.running import Interrupted, StepProgress
 from fusco.cli.train_options import FileOptions, RunOptions
 from fusco.cli.train_presets import PresetName, SizeOptions
 from fusco.cpu.kernels.warm_up import warm_up_cpu
-from fusco.ranks import torchrun
-from fusco.ranks.torchrun import Launched
 
 
 def test_option_names_are_those_of_the_library():

@@ -11,6 +11,7 @@ from engine_parts import engine_of
 from simulated_device import Machine, SimulatedGpu, Stream
 
 from fusco import ExpertPlacement, Groups, Lanes, Launch, Topology
+from fusco.core.current_stream import capture_number
 from fusco.core.errors import TransportError
 from fusco.core.profile import Call, CallProfile
 from fusco.cuda.between_nodes.plan import InternodePlan
@@ -18,7 +19,7 @@ from fusco.cuda.engine import CudaEngine
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.stream_order import StreamOrder
-from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
+from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.engine.base import CombineRequest, RedispatchRequest
 from fusco.planner.internode import InternodeTraffic
 
@@ -214,7 +215,7 @@ def test_a_capture_is_told_from_others_by_the_drivers_number():
     driver.cuStreamGetCaptureInfo.return_value = (0, "active", 17, "graph", [], [], 0)
     with (
         mock.patch.dict("sys.modules", {"cuda.bindings": mock.Mock(driver=driver)}),
-        mock.patch("fusco.cuda.within_node.device_plan.is_capturing", return_value=True),
+        mock.patch("fusco.core.current_stream.is_capturing", return_value=True),
         mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=5)),
     ):
         assert capture_number() == 17

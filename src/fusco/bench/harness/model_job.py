@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.ranks.progress import ProgressReporter
 from fusco.fsdp.qwen3 import Qwen3Shape
-from fusco.ranks.progress import ProgressReporter
 
 _Case = TypeVar("_Case")
 # Small enough for two cores; experts and top-k are those of the routing that is replayed.

@@ -20,6 +20,7 @@ from fusco.bench.harness.links import DevicePeaks, LinkPeaks, measure_device_lin
 from fusco.bench.harness.rounds import made, measure_in_turn
 from fusco.bench.harness.stopwatch import CoreTimes, RankTimer
 from fusco.bench.inputs.traffic import Workload, WorldInput
+from fusco.bench.ranks.progress import ProgressReporter
 from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory
 from fusco.bench.shuffle.run import ShuffleRun
 from fusco.bench.shuffle.variants import PEERS, recorded_variant
@@ -27,7 +28,6 @@ from fusco.bench.shuffle.verification import expected_rows, verify
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile
 from fusco.core.timeline import Span
-from fusco.ranks.progress import ProgressReporter
 
 _NUM_WARM_UPS = 2
 

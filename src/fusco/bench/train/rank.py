@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from fusco import fsdp
 from fusco.bench.harness.json_lines import write_json_lines
+from fusco.bench.ranks.progress import ProgressReporter
 from fusco.bench.train.balance_loss import balance_loss
 from fusco.bench.train.evaluation import generate, held_out_loss
 from fusco.bench.train.job import TrainingJob
@@ -26,7 +27,6 @@ from fusco.bench.train.text import Corpus, load_corpus, make_batch, mix_seed
 from fusco.core.config import Settings
 from fusco.core.stopwatch import SectionTimer
 from fusco.fsdp.metric_writers import open_writer
-from fusco.ranks.progress import ProgressReporter
 
 _MAX_GRAD_NORM = 1.0
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from fusco.core.errors import TransportError
+from fusco.core.current_stream import capture_number, is_capturing
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.abi import address
 from fusco.cuda.kernels.held_rows import HeldRows, RowAddresses
@@ -17,23 +17,6 @@ from fusco.cuda.kernels.plan import PlannedRows, PlanTensors, Runs, ends_of
 SEVERAL_STREAMS = -1  # no stream has this handle
 _Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made")
-
-
-def is_capturing() -> bool:
-    """Return whether a CUDA graph captures the current stream; builds of PyTorch for CPUs raise if they are asked."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def capture_number() -> int:
-    """Return a number of the capture that the current stream is in, of no other in this process; 0 if it is in none."""
-    if not is_capturing():
-        return 0
-    from cuda.bindings import driver  # noqa: PLC0415  of the extra fusco[cuda]
-
-    result, _, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(torch.cuda.current_stream().cuda_stream))
-    if int(result):
-        raise TransportError(f"the capture of a CUDA graph could not be identified: {result.name}")
-    return int(number)
 
 
 class CommonFields(NamedTuple):

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fusco.core.config import StaticRows
+from fusco.core.current_stream import capture_number
 from fusco.core.errors import RejectedInputError, RowOverflowError, Stall
 from fusco.core.recent import Recent
 from fusco.cuda.context import CudaContext
@@ -24,7 +25,7 @@ from fusco.cuda.kernels.plan import (
     plan_slots,
     planned_at,
 )
-from fusco.cuda.within_node.device_plan import CommonFields, DevicePlan, capture_number
+from fusco.cuda.within_node.device_plan import CommonFields, DevicePlan
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusco.core.current_stream import capture_number
 from fusco.core.profile import Call
 from fusco.core.recent import Recent
 from fusco.core.rows import aligned, plain, row_bytes
@@ -21,7 +22,7 @@ from fusco.cuda.kernels.program import TICKET
 from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.tuning import pushes_early
-from fusco.cuda.within_node.device_plan import DevicePlan, capture_number
+from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.cuda.within_node.output_bound import affordable_bound_of
 from fusco.cuda.within_node.own_rows import OwnRows
 from fusco.cuda.within_node.planning import DevicePlanner, PlanSizes

@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from fusco.core.checked_ids import num_topk_of
 from fusco.core.config import Launch
 from fusco.core.integers import check_integer
 from fusco.integrations.along_handles import element_of
-from fusco.integrations.checked_ids import num_topk_of
 from fusco.integrations.deep_ep.base import SIZE_HINT, Rows, like, payloads_of
 from fusco.integrations.deep_ep.events import EventHandle, EventOverlap, finished, wait_for
 from fusco.integrations.deep_ep.low_latency import LowLatencyCalls

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.core.checked_ids import num_topk_of
 from fusco.core.config import Launch, StaticRows
 from fusco.integrations.along_handles import element_of, require_shape
-from fusco.integrations.checked_ids import num_topk_of
 from fusco.integrations.deep_ep.base import BufferBase, payloads_of
 from fusco.integrations.deep_ep.rank_rows import RankRouting, ranks_of
 from fusco.integrations.expert_rows import ExpertRows, SentRows, in_blocks

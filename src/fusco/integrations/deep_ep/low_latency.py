@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.config import Launch, StaticRows
+from fusco.core.current_stream import capture_number
 from fusco.core.integers import check_integer
-from fusco.cuda.within_node.device_plan import capture_number
 from fusco.integrations.along_handles import require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows
 from fusco.integrations.deep_ep.events import EventOverlap, finished

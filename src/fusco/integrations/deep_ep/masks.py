@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.control.joining import JoinStore
 from fusco.core.config import Capacity, Settings
+from fusco.core.current_stream import is_capturing
 from fusco.core.errors import ExcludedError, MismatchError, PeerFailureError, TransportError
-from fusco.cuda.within_node.device_plan import is_capturing
 from fusco.integrations.group_communicators import GroupCommunicators
 
 _Result = TypeVar("_Result")

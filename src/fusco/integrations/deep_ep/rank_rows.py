@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
+from fusco.core.checked_ids import num_topk_of, require_ranks_of
 from fusco.core.config import Launch, StaticRows
-from fusco.cuda.within_node.device_plan import is_capturing
+from fusco.core.current_stream import is_capturing
 from fusco.integrations.along_handles import SentHandle, require_shape
-from fusco.integrations.checked_ids import num_topk_of, require_ranks_of
 from fusco.integrations.group_communicators import GroupCommunicators
 from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import scattered

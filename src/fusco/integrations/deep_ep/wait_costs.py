@@ -7,7 +7,7 @@ from time import perf_counter_ns
 import torch
 
 from fusco.api.communicator import Communicator
-from fusco.cuda.within_node.device_plan import is_capturing
+from fusco.core.current_stream import is_capturing
 
 
 def waits_for_ranks(comm: Communicator, verb: str, num_ranks: int, device: torch.device) -> list[int]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusco.bench.ranks.torchrun import Launched, choose_gpu, join_torchrun, launched
 from fusco.control import bootstrap
 from fusco.core.environment import SHARE_GPUS
-from fusco.ranks.torchrun import Launched, choose_gpu, join_torchrun, launched
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -111,7 +111,7 @@ def join_gpu_of(monkeypatch, *uuids):
 
 JOIN = """
 import torch.distributed as dist
-from fusco.ranks.torchrun import join_torchrun
+from fusco.bench.ranks.torchrun import join_torchrun
 rank = join_torchrun("cpu")
 print(rank.rank, dist.get_rank(), dist.get_world_size(), dist.get_backend())
 dist.destroy_process_group()

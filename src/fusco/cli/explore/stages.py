@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fusco.cli.explore.views import ReplayView, TimelineView
+from fusco.cli.wording import duration, plural, ratio
 from fusco.core.lanes import IntArray
-from fusco.explore.views import ReplayView, TimelineView
-from fusco.explore.wording import duration, plural, ratio
 from fusco.schedule import Links, Stages, choose_mode, decompose, lower_bound_bytes, spread_out, stages_us
 
 MAX_NODES = 256  # a decomposition of more takes seconds

@@ -3,9 +3,9 @@
 import pytest
 from torch.distributed import DistBackendError
 
+from fusco.bench.ranks.failures import RankFailedError, RankFailure
 from fusco.cli import main
 from fusco.core.errors import PeerFailureError, RejectedInputError, Stall
-from fusco.ranks.failures import RankFailedError, RankFailure
 
 
 def raised(error):

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+from fusco.bench.ranks.failures import RankFailedError, RankFailure
+from fusco.bench.ranks.progress import new_store
+from fusco.bench.ranks.torchrun import backends_for, choose_gpu
 from fusco.core.errors import reason_of
 from fusco.core.threads import within
-from fusco.ranks.failures import RankFailedError, RankFailure
-from fusco.ranks.progress import new_store
-from fusco.ranks.torchrun import backends_for, choose_gpu
 
 _Result = TypeVar("_Result")
 
 # Modules imported before ranks are forked, which saves each the seconds of importing them. Tests add theirs.
-PRELOADED = ["fusco.api.communicator", "fusco.ranks.local_world"]
+PRELOADED = ["fusco.api.communicator", "fusco.bench.ranks.local_world"]
 # Limit of the other ranks' end once one has failed: they may wait for it without a limit.
 _GRACE_S = 30.0
 # Limit of a process's exit: interpreters end slowly on a machine with more ranks than cores.

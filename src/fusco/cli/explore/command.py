@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance  # exists for type checkers only
 
     from fusco.bench.inputs.traffic import Workload
+    from fusco.cli.explore.views import View
     from fusco.core.balance import Balance
     from fusco.core.lanes import IntArray
-    from fusco.explore.views import View
     from fusco.schedule import Links
 
 _SPARE_PLACES = 2
@@ -54,10 +54,10 @@ def explore(
     Its views: copies avoided, traffic between ranks or nodes, loads of links with each balancer, experts' loads by rank
     and layer, stages over time, a replay; and what records or a simulation have.
     """
+    from fusco.cli.explore.page import Page, write_page
+    from fusco.cli.explore.records import facts_of as record_facts, record_views, subtitle_of, title_of
+    from fusco.cli.wording import plural
     from fusco.core.balance import Balance
-    from fusco.explore import Page, write_page
-    from fusco.explore.records import facts_of as record_facts, record_views, subtitle_of, title_of
-    from fusco.explore.wording import plural
     from fusco.schedule import Links
 
     balance, views, title, subtitle, facts = Balance(spare_places), list[Any](), "", "", dict[str, str]()
@@ -109,10 +109,10 @@ def plan_views(
     """
     import numpy as np
 
+    from fusco.cli.explore.experts import experts_view
+    from fusco.cli.explore.stages import stage_views
+    from fusco.cli.explore.traffic import Dispatch, copies_view, links_view, matrix_view
     from fusco.core.balance import Balance
-    from fusco.explore.experts import experts_view
-    from fusco.explore.stages import stage_views
-    from fusco.explore.traffic import Dispatch, copies_view, links_view, matrix_view
     from fusco.schedule import Links
 
     topology, experts, views = workload.topology, workload.placement.num_experts, list[Any]()
@@ -177,9 +177,9 @@ def write_records(records: Sequence[DataclassInstance], path: Path | None, more:
     """Write a page of records, as ``--html`` asks for, and of ``more`` views; nothing without a path."""
     if path is None:
         return
+    from fusco.cli.explore.page import Page, write_page
+    from fusco.cli.explore.records import facts_of as record_facts, record_views, title_of
     from fusco.core.balance import Balance
-    from fusco.explore import Page, write_page
-    from fusco.explore.records import facts_of as record_facts, record_views, title_of
 
     lines = json.loads(json.dumps([asdict(record) for record in records]))
     views = [*record_views(lines, Balance(_SPARE_PLACES)), *more]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fusco.explore.views import Series, SweepView
-from fusco.explore.wording import ratio
+from fusco.cli.explore.views import Series, SweepView
+from fusco.cli.wording import ratio
 
 
 def sweep_view(results: Sequence[Mapping[str, Any]]) -> SweepView | None:

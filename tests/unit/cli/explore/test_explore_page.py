@@ -8,11 +8,11 @@ from importlib import resources
 import pytest
 from explored import page_of
 
-from fusco.explore import Page, page as page_module, views, write_page
-from fusco.explore.page import SCRIPTS, STYLES
-from fusco.explore.views import View
+from fusco.cli.explore import page as page_module, views
+from fusco.cli.explore.page import SCRIPTS, STYLES, Page, write_page
+from fusco.cli.explore.views import View
 
-ASSETS = resources.files("fusco.explore").joinpath("assets")
+ASSETS = resources.files("fusco.cli.explore").joinpath("assets")
 KINDS = [each for each in vars(views).values() if isinstance(each, type) and issubclass(each, View) and each != View]
 
 

@@ -6,12 +6,21 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from fusco.cli.explore.experts import about_experts
+from fusco.cli.explore.simulation import comparison, simulation_views
+from fusco.cli.explore.traffic import links_of
+from fusco.cli.explore.views import (
+    BalancerLoads,
+    ExpertsView,
+    LinksView,
+    Prediction,
+    PredictionsView,
+    Run,
+    RunsView,
+    View,
+)
+from fusco.cli.wording import percent
 from fusco.core.balance import Balance
-from fusco.explore.experts import about_experts
-from fusco.explore.simulation import comparison, simulation_views
-from fusco.explore.traffic import links_of
-from fusco.explore.views import BalancerLoads, ExpertsView, LinksView, Prediction, PredictionsView, Run, RunsView, View
-from fusco.explore.wording import percent
 
 Record = Mapping[str, Any]
 

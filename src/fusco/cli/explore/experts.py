@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fusco.cli.explore.views import ExpertsView
+from fusco.cli.wording import plural, ratio
 from fusco.core.balance import Balance
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
-from fusco.explore.views import ExpertsView
-from fusco.explore.wording import plural, ratio
 from fusco.placement import plan_batch
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
-from fusco.ranks.torchrun import join_torchrun
+from fusco.bench.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
+from fusco.bench.ranks.torchrun import join_torchrun
 
 _Result = TypeVar("_Result")
 

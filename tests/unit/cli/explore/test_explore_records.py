@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from explored import simulation, variant
 
-from fusco.explore.records import facts_of, record_views, subtitle_of, title_of
+from fusco.cli.explore.records import facts_of, record_views, subtitle_of, title_of
 from fusco.placement import Balance
 
 

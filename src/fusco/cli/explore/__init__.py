@@ -2,9 +2,7 @@
 
 Views are values (``views``) that pure functions make of a plan (``traffic``, ``experts``, ``stages``), of records of a
 benchmark (``records``) or of a simulation (``simulation``). ``page`` puts them, as JSON, between the files of
-``assets``, which draw them by hand in SVG and canvas. Only ``cli`` imports this package.
+``assets``, which draw them by hand in SVG and canvas. ``command`` is ``fusco explore``.
 
 Shape symbols: N nodes, R ranks, L layers.
 """
-
-from fusco.explore.page import Page as Page, write_page as write_page

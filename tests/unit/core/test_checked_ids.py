@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusco.integrations import checked_ids
-from fusco.integrations.checked_ids import require_ranks_of, warm_up_checked_ids
+from fusco.core import checked_ids
+from fusco.core.checked_ids import require_ranks_of, warm_up_checked_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
+from fusco.cli.explore.views import View
 from fusco.core.files import written_beside
-from fusco.explore.views import View
 
 # In this order, in one script: what all views share, the views, and what puts them on the page.
 STYLES = ("page.css", "views.css")
@@ -76,4 +76,4 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def _asset(name: str) -> str:
-    return resources.files("fusco.explore").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("fusco.cli.explore").joinpath("assets").joinpath(name).read_text(encoding="utf-8")

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from fusco import Topology
+from fusco.bench.ranks.emulation import describe_emulation, emulated_network
+from fusco.bench.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked, _start
+from fusco.bench.ranks.torchrun import Launched
 from fusco.cli.running import choose_shape, num_devices
 from fusco.core.environment import SHARE_GPUS
-from fusco.ranks.emulation import describe_emulation, emulated_network
-from fusco.ranks.local_world import LocalWorld, RankFailedError, _interrupts_blocked, _start
-from fusco.ranks.torchrun import Launched
 
 TWO_BY_TWO = Topology((0, 0, 1, 1))
 
@@ -78,8 +78,8 @@ def fail_or_sleep(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.multirank
 def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(monkeypatch):
-    monkeypatch.setattr("fusco.ranks.local_world._GRACE_S", 0.2)
-    monkeypatch.setattr("fusco.ranks.local_world._LEAVING_S", 0.2)
+    monkeypatch.setattr("fusco.bench.ranks.local_world._GRACE_S", 0.2)
+    monkeypatch.setattr("fusco.bench.ranks.local_world._LEAVING_S", 0.2)
     with (
         pytest.raises(RankFailedError, match=r"(?s)\[0\] gave no result within 0.2 s after another failed.*had enough"),
         LocalWorld(2) as world,

@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fusco.core.balance import Balance
-from fusco.core.lanes import IntArray
-from fusco.core.placement import ExpertPlacement
-from fusco.explore.experts import experts_view
-from fusco.explore.sweep import sweep_view
-from fusco.explore.traffic import MAX_CELLS, copies_of, links_of, node_matrix
-from fusco.explore.views import (
+from fusco.cli.explore.experts import experts_view
+from fusco.cli.explore.sweep import sweep_view
+from fusco.cli.explore.traffic import MAX_CELLS, copies_of, links_of, node_matrix
+from fusco.cli.explore.views import (
     BalancerLoads,
     Constant,
     ConstantsView,
@@ -28,7 +25,10 @@ from fusco.explore.views import (
     TimelineView,
     View,
 )
-from fusco.explore.wording import duration, percent, ratio
+from fusco.cli.wording import duration, percent, ratio
+from fusco.core.balance import Balance
+from fusco.core.lanes import IntArray
+from fusco.core.placement import ExpertPlacement
 
 Result = Mapping[str, Any]
 _CHOSEN = "lanes"  # the balancer of fusco's systems, unless they say no

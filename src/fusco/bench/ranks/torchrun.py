@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusco.bench.ranks.emulation import emulated_network
 from fusco.control.bootstrap import DeviceIdentity, PeerInfo, check_devices, host_identity
 from fusco.core.environment import SHARE_GPUS, may_share_gpus
 from fusco.core.topology import Topology
-from fusco.ranks.emulation import emulated_network
 
 
 @dataclass(frozen=True)

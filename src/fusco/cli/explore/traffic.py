@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusco.cli.explore.views import BalancerLoads, Bar, CopiesView, LinksView, MatrixView
+from fusco.cli.wording import amount, percent, ratio
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.explore.views import BalancerLoads, Bar, CopiesView, LinksView, MatrixView
-from fusco.explore.wording import amount, percent, ratio
 from fusco.planner.balancer import BALANCERS
 from fusco.planner.forwarding import select_tokens
 from fusco.planner.traffic import Traffic

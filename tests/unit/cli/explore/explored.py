@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fusco.cli.explore.experts import experts_view
+from fusco.cli.explore.page import Page
+from fusco.cli.explore.stages import stage_views
+from fusco.cli.explore.traffic import Dispatch, copies_view, links_view, matrix_view
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.explore import Page
-from fusco.explore.experts import experts_view
-from fusco.explore.stages import stage_views
-from fusco.explore.traffic import Dispatch, copies_view, links_view, matrix_view
 from fusco.placement import Balance
 from fusco.planner.traffic import Traffic
 from fusco.schedule import Links

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from fusco.ranks import joined_world
-from fusco.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
-from fusco.ranks.joined_world import Outcomes
+from fusco.bench.ranks import joined_world
+from fusco.bench.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
+from fusco.bench.ranks.joined_world import Outcomes
 
 FAILURE = RankFailure("ValueError: no room for 3")
 
