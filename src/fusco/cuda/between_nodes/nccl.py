@@ -116,7 +116,11 @@ class NcclTransport:
         connecting = in_thread(connect, "connecting over NCCL")
         others = tuple(rank for rank in range(store_gather.world_size) if rank != store_gather.rank)
         stall = Stall("connecting over NCCL", others, "a connection to each", "not all")
-        wait_until(connecting.done, lambda: stall)
+        try:
+            wait_until(connecting.done, lambda: stall)
+        except BaseException:
+            connecting.add_done_callback(lambda _: self.abort())  # it may still connect, and nobody else would free it
+            raise
         self._check(connecting.result(), "connecting")
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
