@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,31 @@ def find_lost_experts(group: dist.ProcessGroup) -> bool:
         comm.all_to_all(None, torch.zeros(4, 1), [1] * 4, [1] * 4)
     comm.close()
     return True
+
+
+def make_mistakes_without_rank_0(group: dist.ProcessGroup) -> list[str]:
+    """Return the errors of calls in which rank 3 is wrong, once rank 0 has left."""
+    sizes, errors = {"num_experts": 4, "num_topk": 1, "max_tokens_per_rank": 4, "max_bytes_per_token": 8}, list[str]()
+
+    def note(call: Callable[..., object], *args: Any, **options: Any) -> None:
+        try:
+            call(*args, **options)
+        except fusco.FuscoError as error:
+            errors.append(str(error))
+
+    with fusco.Communicator(group, **sizes) as comm:
+        comm.shrink([0])
+        if comm.rank == 0:
+            return errors
+        room, split = fusco.StaticRows(1 if comm.rank == 3 else 4), [0, 0, 2, 1] if comm.rank == 3 else [0, 1, 1, 1]
+        note(comm.dispatch, torch.zeros(1, 8, dtype=torch.uint8), torch.tensor([[3]]), static=room)
+        note(comm.all_to_all, None, torch.zeros(3, 1), [0, 1, 1, 1], split)
+        memory, where = torch.zeros(8, dtype=torch.uint8), torch.tensor([0])
+        if comm.rank == 2:
+            note(comm.gather_send, fusco.Segments(memory, where, torch.tensor([8])), 3)
+        elif comm.rank == 3:
+            note(comm.scatter_recv, fusco.Segments(memory, where, torch.tensor([4])), 2)
+    return errors
 
 
 def shrink_amid_a_place(group: dist.ProcessGroup) -> list[tuple[int, ...]]:

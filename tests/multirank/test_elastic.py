@@ -20,6 +20,7 @@ from membership_jobs import (
     demand_too_many,
     find_lost_experts,
     limit_one_call,
+    make_mistakes_without_rank_0,
     move_to_new_owners,
     refuse_mistakes,
     refuse_while_graphs_live,
@@ -141,6 +142,20 @@ def test_ranks_leave_on_purpose(world, num_ranks, ranks_per_node, leaving):
 
 def test_rows_of_lost_experts_go_nowhere_and_are_counted(world):
     assert world.run(find_lost_experts, 4) == [True] * 4
+
+
+def test_once_members_have_changed_errors_name_ranks_by_their_numbers_in_the_group(world):
+    _, *of_members = world.run(make_mistakes_without_rank_0, 4)
+    splits = "rank 3 sends 0 rows to rank 1, which expects 1; rank 3 sends 2 rows to rank 2, which expects 1"
+    mismatch = f"ranks disagree in all_to_all: {splits}"
+    assert of_members[0] == [mismatch]
+    assert of_members[1] == [
+        mismatch,
+        "gather_send to rank 3: this rank has 8 bytes of segments, that rank has 4 bytes",
+    ]
+    overflow, *others = of_members[2]
+    assert overflow.startswith("rank 3 needed 3 expert-major rows")
+    assert others == [mismatch, "scatter_recv from rank 2: this rank has 4 bytes of segments, that rank has 8 bytes"]
 
 
 def test_members_follow_the_lowest_rank_if_a_place_was_interrupted(world):

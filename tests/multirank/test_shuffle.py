@@ -85,8 +85,8 @@ def test_two_ranks_that_expect_different_sizes_both_raise(world, src, dst):
 def test_two_ranks_that_both_send_or_both_receive_raise(world, ranks_per_node):
     for rank, (sending, receiving) in enumerate(world.run(jobs.move_the_same_way, 2, setup_of(ranks_per_node))):
         assert (sending.kind, receiving.kind) == ("MismatchError", "MismatchError")
-        assert sending.text == f"gather_send to rank {1 - rank}: rank {1 - rank} calls gather_send, too"
-        assert receiving.text == f"scatter_recv from rank {1 - rank}: rank {1 - rank} calls scatter_recv, too"
+        assert sending.text == f"gather_send to rank {1 - rank}: that rank calls gather_send, too"
+        assert receiving.text == f"scatter_recv from rank {1 - rank}: that rank calls scatter_recv, too"
 
 
 def test_a_shuffle_whose_sizes_differ_fails_on_all_ranks_and_moves_nothing(world):

@@ -285,7 +285,7 @@ def _create(
     if rejection:
         raise rejection
     assert validator is not None
-    check_devices(peer_info)
+    check_devices(peer_info, store_gather.members)
     topology = _topology(store_gather, peer_info, config.ranks_per_node)
     num_rails = len(configured_rails())
     rank_links = links_of_ranks(topology, peer_info.networks, num_rails) if num_rails else None

@@ -332,7 +332,7 @@ class Elastic(Growing):
 
     def _go_on(self, config: CommunicatorConfig, change: Change, placement: ExpertPlacement | None = None) -> None:
         """Agree on the members of the next generation, connect, and replace this rank's parts; placement, too."""
-        session, num_lost, config = self._session, self.num_lost_rows, config.with_fixed_sizes()
+        session, config = self._session, config.with_fixed_sizes()
         owners = [*self._owners.former, *(each._owners for each in (*self._earlier, self))]  # noqa: SLF001
         self._former_owners = [each for each in owners if each.are_captured]
         captured = [calls for each in (*self._earlier, self) for calls in each._engine.keep_captured()]  # noqa: SLF001
@@ -350,6 +350,7 @@ class Elastic(Growing):
             raise
         server.is_held = False
         self._finalizer.detach()
+        num_lost = self.num_lost_rows  # now nothing runs on the device that a rank might not come to
         self._join(parts)
         self._num_lost_before = num_lost
         if view.members[0] == own:

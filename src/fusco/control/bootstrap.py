@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,14 +71,14 @@ def exchange_peer_info(store_gather: Gather, fingerprint: CollectiveFingerprint,
     return PeerInfo(hosts, devices, listen_on, [peer["network"] for peer in peers])
 
 
-def check_devices(peer_info: PeerInfo) -> None:
+def check_devices(peer_info: PeerInfo, numbers: Iterable[int]) -> None:
     """Raise ``ValueError``, the same on all ranks, if two ranks have one GPU that may not be shared."""
-    gpu_to_rank: dict[tuple[str, str], int] = {}
-    for rank, (host, device) in enumerate(zip(peer_info.hosts, peer_info.devices, strict=True)):
-        other = gpu_to_rank.setdefault((host, device.uuid), rank)
+    gpu_to_rank: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, host, device in zip(numbers, peer_info.hosts, peer_info.devices, strict=True):
+        other, name = gpu_to_rank.setdefault((host, device.uuid), (rank, device.name))
         if device.uuid and other != rank:
             raise ValueError(
-                f"rank {other} ({peer_info.devices[other].name}) and rank {rank} ({device.name}) have the same GPU, "
+                f"rank {other} ({name}) and rank {rank} ({device.name}) have the same GPU, "
                 f"{device.uuid}, but each rank needs a GPU to itself: call "
                 f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) first, or pass device="cuda:i" '
                 f"({SHARE_GPUS}=1 lets ranks share GPUs, which is correct but slow)"

@@ -161,7 +161,7 @@ def _start_status_server(
             error = f"cannot listen on {listen_on}: {failure}"
         address = status_server.address if status_server else None
         found = store_gather.all_gather("status server", {"error": error, "address": address, "pid": os.getpid()})
-        raise_if_any([entry["error"] for entry in found], TransportError)
+        raise_if_any(store_gather, [entry["error"] for entry in found], TransportError)
         assert status_server is not None
         status_server.install(View(0, store_gather.members), store_gather.rank)
         undo.pop_all()
@@ -181,7 +181,7 @@ def _map_segments(store_gather: Gather, sizes: SegmentSizes, num_neighbours: int
         addresses = store_gather.all_gather(
             "segment", {"error": error, "address": asdict(local.address) if local else None}
         )
-        raise_if_any([entry["error"] for entry in addresses])
+        raise_if_any(store_gather, [entry["error"] for entry in addresses])
         assert local is not None
 
         segments = []
@@ -193,15 +193,15 @@ def _map_segments(store_gather: Gather, sizes: SegmentSizes, num_neighbours: int
                 )
         except SharedMemoryError as failure:
             error = str(failure)
-        raise_if_any(store_gather.all_gather("mapped", error))
+        raise_if_any(store_gather, store_gather.all_gather("mapped", error))
         undo.pop_all()
     return segments
 
 
-def raise_if_any(errors: Sequence[str], kind: type[FuscoError] = SharedMemoryError) -> None:
+def raise_if_any(store_gather: Gather, errors: Sequence[str], kind: type[FuscoError] = SharedMemoryError) -> None:
     """Raise ``kind`` if any rank has an error; ``errors`` are those of all ranks, by rank, ``""`` for none."""
     error_to_ranks: dict[str, list[int]] = {}
-    for rank, error in enumerate(errors):
+    for rank, error in zip(store_gather.members, errors, strict=True):
         error_to_ranks.setdefault(error, []).append(rank)
     if failed := [f"{name_ranks(ranks)}: {error}" for error, ranks in error_to_ranks.items() if error]:
         raise kind("; ".join(failed))

@@ -33,7 +33,7 @@ class TcpConnections:
         self.failure = ""  # the first error of the network
         self._is_open = True
         self._connections: dict[int, socket.socket] = {}
-        self._secret, self._rank = secret.encode(), store_gather.rank
+        self._secret, self._rank, self._numbers = secret.encode(), store_gather.rank, store_gather.members
         if peers:
             self._connect(store_gather, peers, host, purpose)
 
@@ -93,14 +93,14 @@ class TcpConnections:
         with SocketLoop() as loop:
             HelloListener(loop, listener, self._secret, answer, keep)
             for peer, address in lower.items():
-                with _naming(peer, address):
+                with _naming(self._numbers[peer], address):
                     hello = ClientHello(address, self._secret, _RANK.pack(self._rank))
                 loop.add(hello.connection, partial(self._advance, hello, peer, address))
             while len(self._connections) < len(lower) + len(higher) and self._is_open:
                 loop.turn(_SECONDS_BETWEEN_CHECKS)
 
     def _advance(self, hello: ClientHello, peer: int, address: tuple[str, int]) -> int:
-        with _naming(peer, address):
+        with _naming(self._numbers[peer], address):
             if isinstance(advanced := hello.advance(), int):
                 return advanced
         self._connections[peer] = hello.connection
@@ -108,7 +108,7 @@ class TcpConnections:
 
     def _note_failure(self, direction: str, peer: int, error: str) -> None:
         if not self.failure:
-            self.failure = f"the network failed to {direction} (rank {peer}): {error}"
+            self.failure = f"the network failed to {direction} (rank {self._numbers[peer]}): {error}"
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ class CpuEngine:
             with call.profile.spend("planning"):
                 plan = self._plan(request, forwarding, list(map(PublishedRows.unpack, counts)), attachments, call)
             rows = self._move_rows(plan, request.payloads, attachments, call)
-            if overflow := overflow_of(plan.distribution, request.static, self._rank):
+            if overflow := overflow_of(plan.distribution, request.static, self._topology.numbers[self._rank]):
                 raise LateRejection(overflow)
             return DispatchOutput(plan, rows, weights_of_rows(plan, request))
 

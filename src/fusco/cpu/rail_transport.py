@@ -41,6 +41,7 @@ class RailTransport:
         ``TransportError`` on all ranks if one cannot listen on its rails, and as ``StoreGather.wait_until``.
         """
         self._failure, self._rank, self._channels = "", store_gather.rank, dict[int, Channel]()
+        self._numbers = store_gather.members
         self._num_done, self._last_seen, error, address = 0, (0, 0), "", ""
         self._endpoint: Endpoint | None = None
         # Ranks of a host share its NICs, whatever nodes they are in; those in namespaces of their own have their own.
@@ -55,7 +56,7 @@ class RailTransport:
             except (FuscoError, ValueError) as problem:
                 error = str(problem)
             found = store_gather.all_gather("rails", {"error": error, "address": address})
-            raise_if_any([entry["error"] for entry in found], TransportError)
+            raise_if_any(store_gather, [entry["error"] for entry in found], TransportError)
             addresses = {peer: Address.from_bytes(found[peer]["address"].encode()) for peer in peers}
             self._connect(addresses, secret, store_gather)
         except BaseException:
@@ -66,7 +67,7 @@ class RailTransport:
     def failure(self) -> str:
         for peer, channel in self._channels.items():
             if isinstance(channel.error, PeerFailureError) and not channel.error.has_left:
-                self._note_failure(f"the network failed (rank {peer})", channel.error)
+                self._note_failure(f"the network failed (rank {self._numbers[peer]})", channel.error)
         return self._failure
 
     def send(self, message: Message, dst: int) -> Ticket:
@@ -134,7 +135,10 @@ class RailTransport:
         except PeerFailureError as error:
             if refused:
                 raise
-            causes = [error.reason, *(self._cause(peer, names[peer]) for peer in error.peers if peer in names)]
+            causes = [
+                error.reason,
+                *(self._cause(peer, name) for peer, name in names.items() if self._numbers[peer] in error.peers),
+            ]
             raise PeerFailureError(
                 rank=error.rank,
                 peers=error.peers,
@@ -149,11 +153,11 @@ class RailTransport:
         assert self._endpoint
         channel = self._endpoint.channel(name)
         if channel is None:
-            return f"rank {peer} connected no rail to this one"
+            return f"rank {self._numbers[peer]} connected no rail to this one"
         channel.give_up("")
         self._endpoint.wait_until(lambda: channel.is_closed, _SPREAD_S)
         reason = channel.error.reason if isinstance(channel.error, PeerFailureError) else channel.error
-        return f"rank {peer}: {reason}"
+        return f"rank {self._numbers[peer]}: {reason}"
 
     def _finisher(
         self, ticket: Ticket, direction: str, peer: int, on_done: Callable[[], None] | None = None
@@ -165,7 +169,7 @@ class RailTransport:
                 if on_done:
                     on_done()
             else:
-                self._note_failure(f"the network failed to {direction} (rank {peer})", error)
+                self._note_failure(f"the network failed to {direction} (rank {self._numbers[peer]})", error)
 
         return finish
 

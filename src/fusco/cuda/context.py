@@ -125,6 +125,11 @@ class CudaContext:
         return self.arena.rank
 
     @property
+    def number(self) -> int:
+        """This rank's number in the group."""
+        return self.topology.numbers[self.rank]
+
+    @property
     def node(self) -> int:
         """This rank's node."""
         return self.topology.rank_to_node[self.rank]

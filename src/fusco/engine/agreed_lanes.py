@@ -37,8 +37,8 @@ def agreed_lanes(call: Call, balancer: Balancer, traffic: Traffic, max_rows: int
     for verb, rows in (("sends", lanes.sent_rows), ("receives", lanes.received_rows)):
         if (most := int(rows.max())) > max_rows:
             raise ValueError(
-                f"by the balancer's lanes rank {int(rows.argmax())} {verb} {most} rows between nodes, but it has "
-                f"memory for {max_rows}, max_tokens_per_rank for each other node"
+                f"by the balancer's lanes rank {topology.numbers[rows.argmax()]} {verb} {most} rows between nodes, but "
+                f"it has memory for {max_rows}, max_tokens_per_rank for each other node"
             )
     return lanes
 

@@ -25,7 +25,7 @@ def plan_all_to_all(
     ``counts`` are those of all ranks' requests. The mode is chosen by ``links``, unless the request names one. Raises
     ``MismatchError`` on all ranks if any rank expects another size than its peer sends.
     """
-    rank_rows = _sent_sizes(counts, "all_to_all", "rows")
+    rank_rows = _sent_sizes(counts, topology, "all_to_all", "rows")
     return _rank_schedule((rank_rows * request.row_bytes).tobytes(), topology, rank, links, request.mode)
 
 
@@ -42,7 +42,7 @@ def plan_shuffle(
     The shuffle is an all-to-all whose input and output are ``request.of_others``; what a rank has for itself needs no
     schedule. ``counts``, ``links`` and errors are those of ``plan_all_to_all``.
     """
-    rank_bytes = _sent_sizes(counts, "shuffle", "bytes")
+    rank_bytes = _sent_sizes(counts, topology, "shuffle", "bytes")
     if not (request.has_lanes and are_lanes_worth_it(rank_bytes, topology, slice_bytes, links.lane_links)):
         return None
     np.fill_diagonal(rank_bytes, 0)
@@ -61,13 +61,14 @@ def _rank_schedule(
     return make_rank_schedule(schedule_for(matrix, topology, links, mode), rank)
 
 
-def _sent_sizes(counts: Sequence[Sequence[int]], verb: str, unit: str) -> IntArray:
+def _sent_sizes(counts: Sequence[Sequence[int]], topology: Topology, verb: str, unit: str) -> IntArray:
     """Return what each rank sends to each other; raise ``MismatchError`` unless that is what the other expects."""
     table = np.array(counts, np.int64)
     sent, expected = table[:, : len(table)], table[:, len(table) :].T
     if sent.tobytes() != expected.tobytes():  # quicker than to compare small arrays
+        of = topology.numbers
         differing = [
-            f"rank {src} sends {sent[src, dst]} {unit} to rank {dst}, which expects {expected[src, dst]}"
+            f"rank {of[src]} sends {sent[src, dst]} {unit} to rank {of[dst]}, which expects {expected[src, dst]}"
             for src, dst in np.argwhere(sent != expected)
         ]
         raise MismatchError(f"ranks disagree in {verb}: {'; '.join(differing)}")

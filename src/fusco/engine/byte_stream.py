@@ -43,10 +43,10 @@ def run_stream(
     run(make_tasks({peer: ours}, {peer: theirs}))
     of_peer = int(theirs.base[0])
     if (of_peer >= 0) is bool(send):
-        raise MismatchError(f"{name}: rank {peer} calls {'gather_send' if send else 'scatter_recv'}, too")
+        raise MismatchError(f"{name}: that rank calls {'gather_send' if send else 'scatter_recv'}, too")
     if max(of_peer, ~of_peer) != num_bytes:
         raise MismatchError(
-            f"{name}: this rank has {num_bytes} bytes of segments, rank {peer} has {max(of_peer, ~of_peer)} bytes"
+            f"{name}: this rank has {num_bytes} bytes of segments, that rank has {max(of_peer, ~of_peer)} bytes"
         )
     run(make_tasks(send, receive))
 

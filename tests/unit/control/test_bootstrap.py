@@ -23,7 +23,7 @@ def exchange(devices, uuids, hosts=("a",) * 4):
             CollectiveFingerprint("Communicator"),
             DeviceIdentity.of(torch.device(devices[store_gather.rank])),
         )
-        check_devices(peer_info)
+        check_devices(peer_info, range(4, 4 + len(devices)))
         return [device.name for device in peer_info.devices]
 
     # Threads share the mocks, so hosts are given in the order in which ranks ask; they are all equal, or all differ.
@@ -56,8 +56,8 @@ def test_gpus_of_one_name_on_different_machines():
 @pytest.mark.parametrize(
     ("devices", "both"),
     [
-        (["cuda:0", "cuda:0", "cuda:0"], r"rank 0 \(cuda:0\) and rank 1 \(cuda:0\)"),
-        (["cuda:1", "cuda:0", "cuda:2"], r"rank 0 \(cuda:1\) and rank 2 \(cuda:2\)"),
+        (["cuda:0", "cuda:0", "cuda:0"], r"rank 4 \(cuda:0\) and rank 5 \(cuda:0\)"),
+        (["cuda:1", "cuda:0", "cuda:2"], r"rank 4 \(cuda:1\) and rank 6 \(cuda:2\)"),
     ],
 )
 def test_the_error_of_two_ranks_with_one_gpu_says_what_to_call(devices, both):

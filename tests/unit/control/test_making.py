@@ -48,8 +48,8 @@ def parts_of(store_gather) -> CommunicatorParts:
 
 
 def test_what_several_ranks_lack_is_said_once():
-    with pytest.raises(SharedMemoryError, match=r"^ranks 0-1, 3: no room; rank 4: no descriptors$"):
-        raise_if_any(["no room", "no room", "", "no room", "no descriptors"])
+    with pytest.raises(SharedMemoryError, match=r"^ranks 0-1, 4: no room; rank 5: no descriptors$"):
+        raise_if_any(mock.Mock(members=(0, 1, 3, 4, 5)), ["no room", "no room", "", "no room", "no descriptors"])
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -77,7 +77,7 @@ def _check_gpus(world_size: int) -> None:
     found: list[Any] = [None] * world_size
     local = DeviceIdentity.of(torch.device("cuda", torch.cuda.current_device()))
     dist.all_gather_object(found, (host_identity(), local))
-    check_devices(PeerInfo([host for host, _ in found], [device for _, device in found], ""))
+    check_devices(PeerInfo([host for host, _ in found], [device for _, device in found], ""), range(len(found)))
 
 
 def choose_gpu(local_rank: int, num_gpus: int) -> int:

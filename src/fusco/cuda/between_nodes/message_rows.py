@@ -34,7 +34,7 @@ class MessageRows:
         """Return and clear the error of a message of fixed size that was too small."""
         if (overflow := self.summary.take_overflow()) is None:
             return None
-        return RowOverflowError(self._context.rank, overflow.limit, overflow.num_tokens, overflow.node)
+        return RowOverflowError(self._context.number, overflow.limit, overflow.num_tokens, overflow.node)
 
     def next_ticket(self) -> int:
         """Return the number of another exactly sized dispatch."""

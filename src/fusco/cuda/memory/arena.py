@@ -29,7 +29,7 @@ def allocate_on_all_ranks(store_gather: Gather, num_bytes: int, gpu: Gpu) -> tor
         memory = gpu.allocate_visible(num_bytes)
     except SharedMemoryError as failure:
         error = str(failure)
-    raise_if_any(store_gather.all_gather("device memory", error))
+    raise_if_any(store_gather, store_gather.all_gather("device memory", error))
     assert memory is not None
     return memory
 

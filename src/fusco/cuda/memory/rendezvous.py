@@ -73,7 +73,7 @@ class _StoreGatherStore(Store):
         entry = {"value": value, "has_finished": has_finished, "error": error}
         entries = self._store_gather.all_gather(f"{self._name} {self._num_rounds}", entry)
         self._num_rounds += 1
-        raise_if_any([entry["error"] for entry in entries])
+        raise_if_any(self._store_gather, [entry["error"] for entry in entries])
         return entries
 
     def get(self, key: str) -> bytes:

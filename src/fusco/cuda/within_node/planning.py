@@ -58,7 +58,7 @@ class DevicePlanner:
         self._sizes: Recent[tuple[object, ...], PlanSizes] = Recent()
         topology, rank, local = self._arena.layout.topology, self._arena.rank, self._arena.local
         counterparts = (topology.node_to_ranks[node][local] for node in topology.remote_nodes(rank))
-        self._published_sources = (rank, *counterparts)
+        self._published_sources, self._numbers = (rank, *counterparts), topology.numbers
 
     def new_plan(
         self,
@@ -183,10 +183,12 @@ class DevicePlanner:
         src, token, k, bad_id = invalid
         if src == self._arena.rank and abs(bad_id) == _CLAMPED:
             bad_id = int(topk_idx[token, k])
-        reason = self._context.describe_invalid_id(token, k, bad_id)
+        number, reason = self._numbers[src], self._context.describe_invalid_id(token, k, bad_id)
         if src == self._arena.rank:
             return ValueError(reason)
-        return RejectedInputError(f"dispatch was cancelled on all ranks, since rank {src} rejected its input: {reason}")
+        return RejectedInputError(
+            f"dispatch was cancelled on all ranks, since rank {number} rejected its input: {reason}"
+        )
 
     def pending_error(self) -> Exception | None:
         """Return and clear an error of an earlier plan into static rows: no host has waited for it."""
@@ -194,8 +196,8 @@ class DevicePlanner:
         if invalid := report.take_invalid_pair(is_static=True):
             src, token, k, expert_id = invalid
             reason = self._context.describe_invalid_id(token, k, expert_id)
-            return ValueError(f"in an earlier dispatch into static rows, rank {src} passed {reason}")
+            return ValueError(f"in an earlier dispatch into static rows, rank {self._numbers[src]} passed {reason}")
         if overflow := report.take_overflow():
             expert = overflow.local_expert
-            return RowOverflowError(self._arena.rank, overflow.limit, overflow.needed, local_expert=expert)
+            return RowOverflowError(self._context.number, overflow.limit, overflow.needed, local_expert=expert)
         return None

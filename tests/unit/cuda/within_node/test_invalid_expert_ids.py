@@ -53,9 +53,9 @@ def engine_at(at: Rank) -> CudaEngine:
     return engine_of(arena=at.arena, placement=PLACEMENT, rank=at.rank, shuffle=at.shuffle)
 
 
-def on_ranks(program: Any, order: int) -> list[Any]:
+def on_ranks(program: Any, order: int, members: tuple[int, ...] = ()) -> list[Any]:
     capacity = Capacity(max_tokens_per_rank=8, max_bytes_per_token=16, num_topk=NUM_TOPK)
-    layout = DeviceLayout(Topology((0,) * NUM_RANKS), capacity, Settings(slice_bytes=64))
+    layout = DeviceLayout(Topology((0,) * NUM_RANKS, members), capacity, Settings(slice_bytes=64))
     return World(layout, PLACEMENT, Machine(order)).run(program)
 
 
@@ -94,6 +94,19 @@ def test_an_exact_dispatch_raises_its_own_error(bad_id, is_first_wrong):
         assert str(pending) == (earlier if is_first_wrong else "None")
         if rank != 1:
             assert str(rejection).startswith("dispatch was cancelled on all ranks, since rank 1 rejected its input: ")
+
+
+def test_once_members_have_changed_ranks_are_named_by_their_numbers_in_the_group():
+    def program(at: Rank) -> tuple[Exception | None, ...]:
+        wrong = with_bad_id(99, token=5) if at.rank == 1 else ids(8)
+        of_exact, _ = dispatch(at, wrong, None), dispatch(at, wrong, STATIC)
+        of_static, _ = dispatch(at, ids(8), None), dispatch(at, ids(8), StaticRows(1))
+        return of_exact, of_static, dispatch(at, ids(8), None)
+
+    for rank, (of_exact, of_static, overflow) in enumerate(on_ranks(program, order=0, members=(0, 2, 5))):
+        assert rank == 1 or "since rank 2 rejected its input" in str(of_exact)
+        assert "rank 2 passed topk_idx[5, 1] = 99" in str(of_static)
+        assert str(overflow).startswith(f"rank {(0, 2, 5)[rank]} needed ")
 
 
 def test_the_first_of_several_static_dispatches_is_told_until_the_host_looks():
