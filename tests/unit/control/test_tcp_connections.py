@@ -173,28 +173,34 @@ def test_no_thread_accepts_peers_after_the_wait_has_failed():
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
-def test_invalid_credentials_are_rejected(sent):
+def exchange_after(meet, timeout_s=20.0):
+    """What ``meet`` returns, which gets the address of rank 0 before rank 1, with which an exchange then succeeds."""
+
     def talk(store_gather):
         all_gather = store_gather.all_gather
 
         def all_gather_after_a_foreign_client(stage, value):
             if store_gather.rank == 0:
-                with socket.create_connection(tuple(value)) as foreign:
-                    foreign.sendall(sent)
-                num_foreign.append(1)
+                met.append(meet(tuple(value)))
             return all_gather(stage, value)
 
         store_gather.all_gather = all_gather_after_a_foreign_client
-        mesh = mesh_of(store_gather)
-        try:
-            return exchange(mesh, b"first", [1 - store_gather.rank])
-        finally:
-            mesh.transport.close()
+        with closing(transport_of(store_gather)) as transport:
+            return exchange(Mesh(transport), b"first", [1 - store_gather.rank])
 
-    num_foreign = []
-    assert on_ranks(2, talk) == {0: {1: b"first"}, 1: {0: b"first"}}
-    assert num_foreign == [1]
+    met = []
+    assert on_ranks(2, talk, timeout_s=timeout_s) == {0: {1: b"first"}, 1: {0: b"first"}}
+    (met_first,) = met
+    return met_first
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 40, b"f" * 32 + bytes(7) + b"\x01"])
+def test_invalid_credentials_are_rejected(sent):
+    def meet(address):
+        with socket.create_connection(address) as foreign:
+            foreign.sendall(sent)
+
+    exchange_after(meet)
 
 
 @pytest.mark.parametrize(("secret", "rank"), [("another" * 5, 1), (SECRET, 0), (SECRET, 7)])
@@ -208,23 +214,12 @@ def test_clients_with_another_secret_or_rank_are_refused(secret, rank):
             except ConnectionResetError:  # closed before all was read
                 return b""
 
-    def talk(store_gather):
-        all_gather = store_gather.all_gather
+    def meet(address):
+        refused = in_thread(lambda: introduce(address), "a foreign client")
+        time.sleep(0.2)  # it is first
+        return refused
 
-        def all_gather_after_a_foreign_client(stage, value):
-            if store_gather.rank == 0:
-                refused.append(in_thread(lambda: introduce(tuple(value)), "a foreign client"))
-            else:
-                time.sleep(0.2)  # the foreign client is first
-            return all_gather(stage, value)
-
-        store_gather.all_gather = all_gather_after_a_foreign_client
-        with closing(transport_of(store_gather)) as transport:
-            return exchange(Mesh(transport), b"first", [1 - store_gather.rank])
-
-    refused = []
-    assert on_ranks(2, talk) == {0: {1: b"first"}, 1: {0: b"first"}}
-    assert refused[0].result(LIMIT_S) == b""
+    assert exchange_after(meet).result(LIMIT_S) == b""
 
 
 def test_an_impostor_of_a_rank_is_not_connected_to():
@@ -290,23 +285,10 @@ def test_the_number_of_unauthenticated_connections_is_bounded():
 def test_an_idle_unauthenticated_connection_delays_no_peer(sent):
     with ExitStack() as foreign_clients:
 
-        def talk(store_gather):
-            all_gather = store_gather.all_gather
+        def meet(address):
+            foreign_clients.enter_context(socket.create_connection(address)).sendall(sent)
 
-            def all_gather_after_a_foreign_client(stage, value):
-                if store_gather.rank == 0:
-                    foreign = foreign_clients.enter_context(socket.create_connection(tuple(value)))
-                    foreign.sendall(sent)
-                    num_foreign.append(1)
-                return all_gather(stage, value)
-
-            store_gather.all_gather = all_gather_after_a_foreign_client
-            with closing(transport_of(store_gather)) as transport:
-                return exchange(Mesh(transport), b"first", [1 - store_gather.rank])
-
-        num_foreign = []
-        assert on_ranks(2, talk, timeout_s=3.0) == {0: {1: b"first"}, 1: {0: b"first"}}
-        assert num_foreign == [1]
+        exchange_after(meet, timeout_s=3.0)
 
 
 def test_a_connection_to_a_machine_that_is_off_closes_within_the_time_limit():
