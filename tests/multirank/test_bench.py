@@ -88,32 +88,24 @@ def test_a_scheme_of_the_caller_is_verified_and_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.multirank
-def test_ctrl_c_ends_a_benchmark_at_once():
-    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
+@pytest.mark.parametrize(
+    ("stop", "number", "code", "word", "limit_s"),
+    [
+        (os.killpg, signal.SIGINT, 130, "interrupted", 15.0),  # Ctrl-C, which a terminal sends to all processes
+        (os.kill, signal.SIGTERM, 143, "terminated", 30.0),  # as timeout and job schedulers do: to this process alone
+    ],
+)
+def test_a_benchmark_that_is_stopped_ends_at_once_and_leaves_no_process_behind(stop, number, code, word, limit_s):
+    options = ["--traffic", "uniform", *SHAPE, "--ranks-per-node", "1", "--iterations", "1000000"]
+    command = [sys.executable, "-m", "fusco", "bench", "shuffle", *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        wait_for_ranks(process.pid, 4)
-        os.killpg(process.pid, signal.SIGINT)
-        start = time.monotonic()
-        _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - start < 15.0
-    assert process.returncode == 130
-    assert said(errors) == ["interrupted"]
-
-
-@pytest.mark.multirank
-def test_a_benchmark_that_is_terminated_leaves_no_process_behind():
-    command = [sys.executable, "-m", "fusco", "bench", "shuffle", "--traffic", "uniform", "--iterations", "100000"]
-    shape = ["--ranks-per-node", "1"]
-    with subprocess.Popen(
-        [*command, *shape], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
         wait_for_ranks(process.pid, 2)
-        process.send_signal(signal.SIGTERM)  # as timeout and job schedulers do: to this process alone
-        _, errors = process.communicate(timeout=30)  # the pipes are open as long as any process is left
-    assert process.returncode == 143
-    assert said(errors) == ["terminated"]
+        stop(process.pid, number)
+        _, errors = process.communicate(timeout=limit_s)  # the pipes are open as long as any process is left
+    assert process.returncode == code
+    assert said(errors) == [word]
     assert wait_until(lambda: not of_session(process.pid), 10.0), of_session(process.pid)
 
 
