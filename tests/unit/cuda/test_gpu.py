@@ -16,8 +16,8 @@ from fusco.cuda.gpu import Gpu
 DEVICE = torch.device("cuda", 3)
 
 
-# Without an engine: compiling kernels, NCCL's own threads, plans and gradients of any stream.
-WITHOUT_ENGINE = {"nccl.py", "device_plan.py", "library.py", "weight_gradients.py"}
+# Without an engine: compiling kernels, NCCL's own threads, gradients of any stream.
+WITHOUT_ENGINE = {"nccl.py", "library.py", "weight_gradients.py"}
 
 
 @pytest.fixture
