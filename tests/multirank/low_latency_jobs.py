@@ -97,6 +97,34 @@ def check_sums(buffer: Buffer, case: Case, handle: LowLatencyHandle, *, has_hook
         assert_within(sums, expected.exact, law.error_bound(expected, torch.bfloat16, None), "sums")
 
 
+def check_row_weights(group: dist.ProcessGroup, *, has_hook: bool) -> None:
+    """Weights that travel with the tokens, and each row's source rank; a combine with others leaves them."""
+    rank, buffer = group.rank(), Buffer(group, low_latency_mode=True)
+    for case in cases(group.size()):
+        law = masked_law(case)
+        x = torch.ones(case.num_tokens(rank), HIDDEN, dtype=torch.bfloat16)
+        _, counts, weights, src_ranks, handle, _, hook = buffer.low_latency_dispatch(
+            x,
+            case.topk_idx(rank),
+            case.max_tokens,
+            case.num_experts,
+            topk_weights=case.world_topk_weights()[rank],
+            use_fp8=False,
+            return_recv_hook=has_hook,
+        )
+        if hook:
+            hook()
+        assert counts.tolist() == law.counts(rank)
+        check_sums(buffer, case, handle, has_hook=has_hook)
+        is_row, sources = ~law.undefined(rank), [pair.src for pair in law.slots(rank) if pair]
+        assert (weights.dtype, src_ranks.dtype) == (torch.float32, torch.int32)
+        assert weights.shape == src_ranks.shape == (NUM_LOCAL, case.max_tokens * group.size())
+        expected = law.row_weights(rank, case.world_topk_weights())
+        assert_same_bits(weights.flatten()[is_row], expected[is_row], "weights")
+        assert src_ranks.flatten()[is_row].tolist() == sources
+    buffer.destroy()
+
+
 def check_fp8(group: dist.ProcessGroup) -> None:
     """Rows and scales are those that the token's rank would make, in the layout that DeepEP returns."""
     rank, size, hidden = group.rank(), group.size(), 1024
@@ -164,6 +192,9 @@ def check_nvfp4(group: dist.ProcessGroup, *, has_hook: bool) -> None:
         as_rows = as_codes(scales).permute(5, 2, 1, 0, 4, 3).reshape(NUM_LOCAL, -1, hidden // 16)[:, :num_rows]
         assert_same_bits(as_rows.flatten(0, 1)[is_row], law.rows(rank, of_blocks)[is_row], f"scales of {case}")
         check_sums(buffer, case, handle, has_hook=has_hook, hidden=hidden)
+        # Room for sums in 16 bits, not for the float32 rows that are quantised.
+        capacity = handle.sent.comm.capacity
+        assert capacity.max_bytes_per_token == 2 * hidden + 4 * capacity.num_topk
     buffer.destroy()
 
 
@@ -216,10 +247,13 @@ def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: send(x, ids, 2, 4, use_nvfp4=True),
         lambda: send(x, ids, 2, 4, use_nvfp4=True, x_global_scale=weights[0]),
         lambda: send(x, ids, 2, 4, use_nvfp4=True, use_ue8m0_for_sf=True),
+        lambda: send(x, ids, 2, 4, topk_weights=weights[:1]),
         lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
         lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),
         lambda: other.low_latency_combine(rows, ids, weights, (None, None)),
+        lambda: buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, src_signals=stats),
         lambda: buffer.low_latency_update_mask_buffer(1, True),
+        lambda: buffer.dispatch_pcie(x),
         lambda: buffer.get_local_buffer_tensor(torch.float32),
     ):
         try:

@@ -14,6 +14,11 @@ def test_low_latency_rows_are_masked_and_take_weights_when_they_come_back(world,
     world.run(low_latency_jobs.check_low_latency, num_ranks)
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_weights_and_source_ranks_of_low_latency_rows_are_returned_on_request(world, has_hook):
+    world.run(low_latency_jobs.check_row_weights, 2, has_hook=has_hook)
+
+
 def test_low_latency_rows_come_as_fp8_with_scales_of_each_kind(world):
     world.run(low_latency_jobs.check_fp8, 2)
 
@@ -35,13 +40,16 @@ def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
             "ValueError: use_nvfp4=True needs x_global_scale of one element, got None",
             "ValueError: use_nvfp4=True needs x_global_scale of one element, got shape (2,)",
             "NotImplementedError: fusco's NVFP4 rows have scales of e4m3, not of ue8m0: use_ue8m0_for_sf=True",
+            "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
             "ValueError: topk_idx differs from that of the dispatch, which the handle has",
             "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
             "TypeError: this call needs the handle of a dispatch, got tuple",
             *(
                 f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
                 for what in (
+                    "sums of rows whose experts have not finished (overlap=True)",
                     "communication without rank 1 unless it is made with enable_shrink=True",
+                    "dispatch_pcie",
                     "get_local_buffer_tensor",
                 )
             ),

@@ -16,6 +16,7 @@ from fusco.api.communicator import Communicator
 from fusco.api.handle import Dispatched
 from fusco.core.checked_ids import num_topk_of
 from fusco.core.config import Launch
+from fusco.core.quantization import Quantize
 from fusco.integrations.along_handles import SentHandle, padded, require_shape
 from fusco.integrations.group_communicators import GroupCommunicators
 
@@ -107,6 +108,7 @@ class ExpertRows:
         expert_alignment: int = 1,
         values_per_element: int = 1,
         verb: str = "dispatch",
+        quantize: Quantize | None = None,
         **options: Any,
     ) -> SentRows:
         """Send tokens to their experts; a collective. Options are those of ``Communicator.dispatch``.
@@ -121,8 +123,8 @@ class ExpertRows:
                 width = comm.capacity.num_topk
                 with self.comms.rejecting():
                     ids, weights = padded(ids, width, -1), None if weights is None else padded(weights, width, 0)
-            options_of_call = {"expert_alignment": expert_alignment, "with_weights": with_weights, **options}
-            sent = comm.dispatch(payloads, ids, weights, **options_of_call)
+            call = {"expert_alignment": expert_alignment, "with_weights": with_weights, "quantize": quantize}
+            sent = comm.dispatch(payloads, ids, weights, **call, **options)
             return SentRows(
                 comms=self.comms,
                 comm=comm,
@@ -138,7 +140,7 @@ class ExpertRows:
 
         with self.comms.rejecting():
             num_topk = num_topk_of(topk_idx, len(payloads[0]))
-            need = self.comms.need_of(payloads, num_topk, self.max_tokens, values_per_element)
+            need = self.comms.need_of(payloads, num_topk, self.max_tokens, values_per_element, quantize)
         return self.comms.run((verb, self.num_experts), self.num_experts, need, payloads[0].device, dispatch)
 
 

@@ -17,6 +17,7 @@ from fusco.control.fingerprint import REJECTION, CollectiveFingerprint, check_fi
 from fusco.control.store_gather import StoreGather
 from fusco.core.config import Capacity, Settings
 from fusco.core.errors import ClosedError
+from fusco.core.quantization import Quantize
 from fusco.core.rows import row_bytes
 
 _Result = TypeVar("_Result")
@@ -73,16 +74,22 @@ class GroupCommunicators:
         return self._fitting(comm, need, partial(dispatch, comm))
 
     def need_of(
-        self, payloads: Sequence[torch.Tensor], num_topk: int, max_tokens: int = 1, values_per_element: int = 1
+        self,
+        payloads: Sequence[torch.Tensor],
+        num_topk: int,
+        max_tokens: int = 1,
+        values_per_element: int = 1,
+        quantize: Quantize | None = None,
     ) -> Capacity:
         """Return what a dispatch of payloads (num_tokens, ...) needs, and the combine along its handle.
 
         Results of FP8 rows, and of bytes with two FP4 values each, come back in 16 bits a value, and along a handle
         float32 weights are sent with rows.
         """
-        first, num_bytes = payloads[0], sum(map(row_bytes, payloads))
+        first = payloads[0]
         if first.ndim < 2:
             raise ValueError(f"rows must be (num_tokens, hidden), got shape {tuple(first.shape)}")
+        num_bytes = quantize.row_bytes(first.shape[1]) if quantize else sum(map(row_bytes, payloads))
         sum_bytes = values_per_element * (2 if self._settings.sum_dtype is None else 4)  # of partial sums
         return Capacity(
             num_topk=num_topk,

@@ -39,10 +39,10 @@ SIGNATURES = {
     "use_host_meta=None",
     "HybridEPBuffer.combine_with_unpermute": "hidden, probs=None, handle=None, pad_multiple=None, "
     "fuse_unpermute_combine=False, num_dispatched_tokens=None",
-    # The last two are of later versions.
+    # The last three are of later versions and of hybrid-ep.
     "Buffer.__init__": "group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, "
     "allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, comm=None, use_fabric=False, "
-    "enable_shrink=False",
+    "enable_shrink=False, allow_nvlink_for_normal_mode=True",
     "Buffer.destroy": "",
     "Buffer.is_sm90_compiled": "",
     "Buffer.set_num_sms": "new_num_sms",
@@ -59,9 +59,9 @@ SIGNATURES = {
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, round_scale=False, "
     "use_ue8m0=False, async_finish=False, return_recv_hook=False, "
     # Of branch hybrid-ep, which has them in other places.
-    "use_nvfp4=False, use_ue8m0_for_sf=False, x_global_scale=None",
+    "topk_weights=None, use_nvfp4=False, use_ue8m0_for_sf=False, x_global_scale=None",
     "Buffer.low_latency_combine": "x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False, "
-    "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None",
+    "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None, overlap=False, signals",
     "Buffer.get_next_low_latency_combine_buffer": "handle",
     # Of main at dd758ca (deep_ep/buffers/legacy.py).
     "Buffer.low_latency_update_mask_buffer": "rank_to_mask, mask=False",

@@ -55,7 +55,7 @@ class Buffer(LowLatencyCalls):
     num_sms: ClassVar[int] = 20
     _budget: ClassVar[int | None] = None
     _offered = "DeepEP's normal and low-latency modes"
-    _refused = ("get_local_buffer_tensor",)
+    _refused = ("get_local_buffer_tensor", "dispatch_pcie", "combine_pcie")
 
     def __init__(
         self,
@@ -70,6 +70,8 @@ class Buffer(LowLatencyCalls):
         comm: Any = None,
         use_fabric: bool = False,
         enable_shrink: bool = False,
+        *,
+        allow_nvlink_for_normal_mode: bool = True,
     ) -> None:
         """Nothing is allocated before the first call, and then by the calls' own sizes.
 

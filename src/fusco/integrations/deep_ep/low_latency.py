@@ -8,9 +8,8 @@ token, with counts beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,9 @@ from fusco.core.config import Launch, StaticRows
 from fusco.core.current_stream import capture_number
 from fusco.core.integers import check_integer
 from fusco.integrations.along_handles import require_handle, require_shape
-from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase, Rows
+from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase
 from fusco.integrations.deep_ep.events import EventOverlap, finished
+from fusco.integrations.deep_ep.low_latency_handle import LowLatencyHandle
 from fusco.integrations.deep_ep.masks import MaskedCommunicator
 from fusco.integrations.deep_ep.row_formats import as_deep_ep_returns, fp8_format, nvfp4_rows
 from fusco.integrations.deep_ep.wait_costs import waits_for_ranks
@@ -30,84 +30,6 @@ from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
 _Result = TypeVar("_Result")
-_BITS_OF_COUNT = 32  # of an element of ``LowLatencyHandle.layout_range``
-
-
-class LowLatencyHandle(Sequence[Any]):
-    """The handle of a low-latency dispatch: in DeepEP a tuple of five, whose tensors are computed when first read.
-
-    Elements are ``src_info``, ``layout_range``, T, H and E.
-    """
-
-    def __init__(self, sent: SentRows, num_max_tokens: int, hidden: int, *, may_outlive_plan: bool = False) -> None:
-        """With ``may_outlive_plan`` ranks may be masked before the handle is used again, which ends the plan."""
-        self.sent, self.num_max_tokens, self.hidden = sent, num_max_tokens, hidden
-        self.routing = sent  # of a combine: the dispatch, or one that was made again without ranks that are masked
-        self._numbers = sent.topology.numbers  # of the ranks
-        self._order: torch.Tensor | None = None  # of rows in that routing; as they are
-        if may_outlive_plan:
-            self._sources  # noqa: B018  computed now, and kept
-
-    def renew(self, routing: SentRows) -> None:
-        """Take a dispatch of the same ids among fewer ranks, for combines."""
-        present = torch.tensor(routing.topology.numbers, device=self._sources.device)
-        is_left = self._is_row & torch.isin(self._sources[..., 0], present)
-        self.routing, self._order = routing, (~is_left).byte().sort(dim=1, stable=True).indices[..., None]
-
-    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows (E / R, R * T, H) that are in the order of the dispatch in that of the routing."""
-        return rows if self._order is None else rows.gather(1, self._order.expand_as(rows))
-
-    @cached_property
-    def src_info(self) -> torch.Tensor:
-        """The token of each row, int32 (E / R, R * T), undefined behind an expert's last row.
-
-        Tokens of another node's ranks are counted without those that no rank of this node has an expert for.
-        """
-        return self._sources[..., 1].int()
-
-    @cached_property
-    def layout_range(self) -> torch.Tensor:
-        """First row and number of rows from each rank, int64 (E / R, R): the first in the upper 32 bits."""
-        counts, num_ranks = self.sent.dispatched.num_rows_per_expert, self.sent.comm.placement.world_size
-        num_local = len(counts)
-        src = torch.where(self._is_row, self._sources[..., 0], num_ranks)
-        from_ranks = counts.new_zeros(num_local, num_ranks + 1).scatter_add_(1, src, torch.ones_like(src))[:, :-1]
-        return ((from_ranks.cumsum(1) - from_ranks) << _BITS_OF_COUNT) | from_ranks
-
-    @property
-    def _is_row(self) -> torch.Tensor:
-        counts = self.sent.dispatched.num_rows_per_expert
-        return torch.arange(self._sources.shape[1], device=counts.device) < counts[:, None]
-
-    @cached_property
-    def _sources(self) -> torch.Tensor:
-        sources = self.sent.handle.plan.slot_to_source.view(*self.sent.handle.rows_shape, 2)
-        if len(self._numbers) < self.sent.comm.placement.world_size:  # ranks are masked
-            number_of = torch.tensor(self._numbers, device=sources.device)
-            sources = torch.stack((number_of[sources[..., 0]], sources[..., 1]), -1)
-        return sources
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self)))
-
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Any]: ...
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"a handle has {len(self)} elements, got {place}")
-        if place % len(self) == 0:
-            return self.src_info
-        if place % len(self) == 1:
-            return self.layout_range
-        return (self.num_max_tokens, self.hidden, self.sent.num_experts)[place % len(self) - 2]
 
 
 class LowLatencyCalls(BufferBase):
@@ -187,10 +109,11 @@ class LowLatencyCalls(BufferBase):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         *,
+        topk_weights: torch.Tensor | None = None,
         use_nvfp4: bool = False,
         use_ue8m0_for_sf: bool = False,
         x_global_scale: torch.Tensor | None = None,
-    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+    ) -> tuple[Any, ...]:
         """Send tokens to their experts, without a wait of the host.
 
         Args:
@@ -207,6 +130,8 @@ class LowLatencyCalls(BufferBase):
             use_ue8m0: with ``round_scale``, scales are their exponents, four in an int32.
             async_finish: return an event recorded after the call.
             return_recv_hook: rows and counts are there once the hook has been called.
+            topk_weights: float32 (num_tokens, num_topk), which travel with the tokens; of branch hybrid-ep, as are
+                those that follow. A combine gets its own.
             use_nvfp4: send rows times ``x_global_scale``, float32 of one element, as ``Quantize("nvfp4")``; with
                 ``use_fp8=False``. ``use_ue8m0_for_sf`` is refused.
 
@@ -214,7 +139,8 @@ class LowLatencyCalls(BufferBase):
             Rows (E / R, R * T, H), or float8_e4m3fn rows and their scales, float32 (E / R, R * T, H / 128) or packed
             int32 (E / R, R * T, H / 512), column-major; of NVFP4 uint8 (R * T, H / 2, E / R) and float8_e4m3fn (32, 4,
             ceil(R * T / 128), 4, ceil(H / 64), E / R), views of swizzled scales; those behind an expert's last row are
-            undefined. Rows of each local expert, int32 (E / R,); the handle; the event; the hook or ``None``.
+            undefined. Rows of each local expert, int32 (E / R,); with ``topk_weights`` the weight of each row, float32
+            (E / R, R * T), and the rank that it came from, int32; the handle; the event; the hook or ``None``.
         """
         with self._low_latency.rejecting():
             require_shape("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, self._num_ranks)
@@ -227,23 +153,32 @@ class LowLatencyCalls(BufferBase):
                 raise ValueError(f"{num_experts} experts do not divide among {self._num_ranks} ranks")
             stats, num_local = cumulative_local_expert_recv_stats, num_experts // self._num_ranks
             require_shape("cumulative_local_expert_recv_stats", stats, num_local)
+            require_shape("topk_weights", topk_weights, *topk_idx.shape)
+            weights = None if topk_weights is None else topk_weights.float().contiguous()
             rows, quantize = x.contiguous(), fp8_format(round_scale, use_ue8m0) if use_fp8 else None
             if use_nvfp4:
                 rows, quantize = nvfp4_rows(rows, x_global_scale, use_fp8, use_ue8m0_for_sf)
             num_received = torch.empty(num_local, dtype=torch.int32, device=x.device)
         self._add_waits("low-latency dispatch", dispatch_wait_recv_cost_stats)
         options = {"quantize": quantize, "launch": launch}
-        sent = self._complete(lambda: self._send(rows, topk_idx, num_experts, num_max, **options))
+        sent = self._complete(lambda: self._send(rows, topk_idx, num_experts, num_max, weights, **options))
+        handle = LowLatencyHandle(sent, num_max, x.shape[1], may_outlive_plan=self._masked is not None)
+        of_rows: tuple[torch.Tensor, ...] = ()
+        if weights is not None:
+            assert sent.dispatched.weights is not None
+            src_ranks = torch.empty(sent.handle.rows_shape, dtype=torch.int32, device=x.device)
+            of_rows = sent.dispatched.weights, src_ranks
 
         def receive() -> None:
             sent.dispatched.wait()
             num_received.copy_(sent.dispatched.num_rows_per_expert)
             if stats is not None:
                 stats.add_(num_received)
+            if of_rows:
+                of_rows[1].copy_(handle.source_ranks)
 
         arrived = as_deep_ep_returns(sent.dispatched.payloads, quantize)
-        handle = LowLatencyHandle(sent, num_max, x.shape[1], may_outlive_plan=self._masked is not None)
-        return arrived, num_received, handle, *_finish(receive, async_finish, return_recv_hook)
+        return arrived, num_received, *of_rows, handle, *_finish(receive, async_finish, return_recv_hook)
 
     @torch.no_grad()
     def low_latency_combine(
@@ -258,6 +193,8 @@ class LowLatencyCalls(BufferBase):
         return_recv_hook: bool = False,
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        overlap: bool = False,
+        **signals: Any,
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Add up the rows of each token, times their weights, in float32.
 
@@ -272,11 +209,14 @@ class LowLatencyCalls(BufferBase):
             async_finish, return_recv_hook: as in the dispatch.
             out: bfloat16 (num_tokens, H), to write the sums to.
             combine_wait_recv_cost_stats: as ``dispatch_wait_recv_cost_stats``.
+            overlap: of branch hybrid-ep, refused: rows are sent once all experts are done, whatever their ``signals``.
 
         Returns:
             Sums (num_tokens, H), in ``out`` if there is one; the event; the hook or ``None``.
         """
         with self._along(lambda: require_handle(handle, LowLatencyHandle).sent, comms=self._low_latency) as sent:
+            if overlap:
+                self._refuse("sums of rows whose experts have not finished (overlap=True)")
             require_shape("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._num_ranks)
             launch = _launch(x.device, async_finish, return_recv_hook)
             _require_ids(topk_idx, sent)
@@ -324,19 +264,27 @@ class LowLatencyCalls(BufferBase):
         stats.add_(torch.tensor(self._complete(measure), device=stats.device))
 
     def _send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, num_max: int, **options: Any
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        num_max: int,
+        given: torch.Tensor | None = None,
+        **options: Any,
     ) -> SentRows:
-        """Send tokens (num_tokens, ...), at most ``num_max``, with room for the weights that a combine brings."""
-        shape = tuple(topk_idx.shape)
-        weights = self._kept.get(
-            f"ones {shape}", x.device, lambda: torch.ones(shape, dtype=torch.float32, device=x.device)
-        )
+        """Send tokens (num_tokens, ...), at most ``num_max``, with weights or room for those that a combine brings."""
+        shape, device = tuple(topk_idx.shape), x.device
+        weights = given
+        if weights is None:
+            weights = self._kept.get(
+                f"ones {shape}", device, lambda: torch.ones(shape, dtype=torch.float32, device=device)
+            )
         return ExpertRows(self._low_latency, num_experts, num_max).dispatch(
             [x],
             topk_idx,
             weights,
             verb="low-latency dispatch",
-            with_weights=False,
+            with_weights=given is not None,
             static=StaticRows(rows_per_expert=num_max * self._num_ranks),
             **options,
         )
