@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ CONFIG = {
         "weight_block_size": [BLOCK, BLOCK],
     },
 }
-_LAYER = "model.layers.0.mlp"
+LAYER = "model.layers.0.mlp"
 
 
 def write_folder(folder: Path) -> None:
@@ -41,14 +42,14 @@ def write_folder(folder: Path) -> None:
 
     hidden, inner = CONFIG["hidden_size"], CONFIG["moe_intermediate_size"]
     random = torch.Generator().manual_seed(8)
-    tensors = {f"{_LAYER}.gate.weight": torch.randn(CONFIG["num_experts"], hidden, generator=random).bfloat16() / 4}
+    tensors = {f"{LAYER}.gate.weight": torch.randn(CONFIG["num_experts"], hidden, generator=random).bfloat16() / 4}
     for expert in range(CONFIG["num_experts"]):
         for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             weight = torch.randn(shape, generator=random) / 8
             blocks = weight.view(shape[0] // BLOCK, BLOCK, shape[1] // BLOCK, BLOCK)
             scales = blocks.abs().amax((1, 3)) / 448
             codes = (blocks / scales[:, None, :, None]).view(shape).to(FP8)
-            key = f"{_LAYER}.experts.{expert}.{name}_proj.weight"
+            key = f"{LAYER}.experts.{expert}.{name}_proj.weight"
             tensors |= {key: codes, f"{key}_scale_inv": scales}
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
@@ -130,12 +131,12 @@ def _loaded(mk: Any, group: dist.ProcessGroup, folder: Path, backend: str) -> An
     )
     is_batched = backend == "deepep_low_latency"
     chosen = Fp8MoeBackend.BATCHED_TRITON if is_batched else Fp8MoeBackend.TRITON
-    experts = experts_class(mk, is_batched=is_batched, matrices_of=_matrices_of, of_expert=_swiglu)
+    experts = experts_class(mk, is_batched=is_batched, matrices_of=matrices_of, of_expert=swiglu)
     with mock.patch.object(fp8, "select_fp8_moe_backend", return_value=(chosen, experts)):
         quantization = fp8.Fp8Config.from_config(config["quantization_config"])
-        layer = RoutedExperts(f"{_LAYER}.experts", torch.bfloat16, moe, quantization, maps)
+        layer = RoutedExperts(f"{LAYER}.experts", torch.bfloat16, moe, quantization, maps)
     weights = safetensors_weights_iterator([str(folder / "model.safetensors")], use_tqdm_on_load=False)
-    first = f"{_LAYER}.experts."
+    first = f"{LAYER}.experts."
     taken = layer.load_weights((name.removeprefix(first), each) for name, each in weights if name.startswith(first))
     assert len(list(taken)) == 6 * num_experts // size
     layer.quant_method.process_weights_after_loading(layer)
@@ -143,7 +144,8 @@ def _loaded(mk: Any, group: dist.ProcessGroup, folder: Path, backend: str) -> An
     return layer
 
 
-def _matrices_of(quant_config: Any, w1: torch.Tensor, w2: torch.Tensor) -> Experts:
+def matrices_of(quant_config: Any, w1: torch.Tensor, w2: torch.Tensor) -> Experts:
+    """Matrices of FP8 experts in float32, from weights and from scales that vLLM's configuration has, or SGLang's."""
     pairs = zip(w1, quant_config.w1_scale, w2, quant_config.w2_scale, strict=True)
     return [(_wide(up, of_up), _wide(down, of_down)) for up, of_up, down, of_down in pairs]
 
@@ -153,29 +155,38 @@ def _wide(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-def _swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def swiglu(rows: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """One expert."""
     gate, up = (rows @ gate_up.to(rows.dtype).T).chunk(2, dim=1)
     return (torch.nn.functional.silu(gate) * up) @ down.to(rows.dtype).T
 
 
 def _error(layer: Any, group: dist.ProcessGroup, folder: Path, num_tokens: int) -> float:
-    """The error of a step, relative to its largest value; the last rank has as many tokens, each other one more."""
+    apply = layer.quant_method.apply
+    return error_of_step(lambda *given: apply(layer, *given, None, None), group, folder, num_tokens)
+
+
+def error_of_step(apply: Callable[..., torch.Tensor], group: dist.ProcessGroup, folder: Path, num_tokens: int) -> float:
+    """The error of a step, relative to its largest value; the last rank has as many tokens, each other one more.
+
+    ``apply`` returns a layer's output for tokens, their weights and experts.
+    """
     from safetensors.torch import load_file
 
     tensors, num_topk = load_file(folder / "model.safetensors"), CONFIG["num_experts_per_tok"]
     random = torch.Generator().manual_seed(group.rank() + num_tokens)
     given = num_tokens + (group.size() - 1 - group.rank())
     x = torch.randn(given, CONFIG["hidden_size"], generator=random).bfloat16()
-    scores = torch.softmax(x.float() @ tensors[f"{_LAYER}.gate.weight"].float().T, -1)
+    scores = torch.softmax(x.float() @ tensors[f"{LAYER}.gate.weight"].float().T, -1)
     weights, ids = scores.topk(num_topk)
     weights /= weights.sum(-1, keepdim=True)
-    out = layer.quant_method.apply(layer, x, weights, ids, None, None)
+    out = apply(x, weights, ids)
     rows = dequantized(*moe_kernel_quantize_input(x, None, FP8, False, [BLOCK, BLOCK], is_scale_swizzled=False)).float()
     experts = []
     for expert in range(CONFIG["num_experts"]):
-        keys = [f"{_LAYER}.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")]
+        keys = [f"{LAYER}.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")]
         gate, up, down = (_wide(tensors[key], tensors[f"{key}_scale_inv"]) for key in keys)
         experts.append((torch.cat([gate, up]), down))
-    expected = sums_of_experts(rows, ids, weights, experts, _swiglu)
+    expected = sums_of_experts(rows, ids, weights, experts, swiglu)
     assert (out.shape, out.dtype) == (x.shape, torch.bfloat16)
     return relative([out], [expected])[0] if given else 0.0

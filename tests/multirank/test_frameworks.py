@@ -11,6 +11,7 @@ import framework_jobs as jobs
 import model_folder_jobs
 import pytest
 import sglang_jobs
+import sglang_layer_jobs
 import sglang_v2_jobs
 import torch
 import vllm_jobs
@@ -133,6 +134,18 @@ def test_sglangs_classes_for_deep_eps_second_version_equal_a_dense_layer(pair, k
             pytest.skip(errors)
         assert len(errors) == 6
         assert max(errors) < BOUND["cpu", BF16], errors
+
+
+@needs("sglang", "safetensors")
+@pytest.mark.cpu_only
+def test_sglangs_fp8_layer_of_a_models_folder_gives_what_one_rank_gives(pair, tmp_path):
+    model_folder_jobs.write_folder(tmp_path)
+    for errors in pair[0].run(sglang_layer_jobs.layers, 2, tmp_path):
+        if isinstance(errors, str):
+            pytest.skip(errors)
+        assert list(errors) == ["deepep", "deepep_v2"]
+        assert [len(each) for each in errors.values()] == [len(sglang_layer_jobs.STEPS)] * 2
+        assert max(map(max, errors.values())) < BOUND["cpu", BF16], errors
 
 
 @needs("ep_harness")
