@@ -123,8 +123,8 @@ class ExpertRows:
                 width = comm.capacity.num_topk
                 with self.comms.rejecting():
                     ids, weights = padded(ids, width, -1), None if weights is None else padded(weights, width, 0)
-            call = {"expert_alignment": expert_alignment, "with_weights": with_weights, "quantize": quantize}
-            sent = comm.dispatch(payloads, ids, weights, **call, **options)
+            call = {"expert_alignment": expert_alignment, "with_weights": with_weights, "quantize": quantize, **options}
+            sent = comm.dispatch(payloads, ids, weights, **call)
             return SentRows(
                 comms=self.comms,
                 comm=comm,
