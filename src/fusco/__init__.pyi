@@ -31,5 +31,6 @@ from fusco.core.segments import Segments as Segments
 from fusco.core.timeline import Timeline as Timeline
 from fusco.core.topology import Topology as Topology
 from fusco.core.version import __version__ as __version__
+from fusco.engine.owner_choice import DeviceBatchPlan as DeviceBatchPlan
 from fusco.planner.balancer import BALANCERS as BALANCERS, Balancer as Balancer
 from fusco.planner.traffic import Traffic as Traffic

@@ -15,7 +15,7 @@ from fusco.api.exchanges import Exchanges
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
 from fusco.api.placement_move import PlacementMove
-from fusco.api.prefetch import Copies, Prefetched, PrefetchExperts
+from fusco.api.prefetch import Copies, Shapes, with_gradients
 from fusco.api.uncompiled import uncompiled
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.core.balance import Balance, BatchPlan
@@ -23,8 +23,9 @@ from fusco.core.lanes import IntArray
 from fusco.core.movable import require_movable_tensors
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
-from fusco.core.rows import wants_grad
+from fusco.core.rows import accumulation_dtype, wants_grad
 from fusco.engine.base import Pending
+from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.placement.move_steps import MoveSteps, fast_step_bytes
 from fusco.placement.moves import MovePlan, Placement, as_places
 from fusco.placement.placement import PlannedPlacement
@@ -81,6 +82,25 @@ class ExpertMoves(Exchanges):
             ValueError: for such a placement or invalid ids; RejectedInputError: for another rank's.
         """
         return self._owners.plan_batch(topk_idx, balance)
+
+    @uncompiled
+    def plan_batch_on_device(self, topk_idx: torch.Tensor, balance: Balance) -> DeviceBatchPlan:
+        """Plan as ``plan_batch`` does, on CUDA, where no host waits; a collective, which a CUDA graph may capture.
+
+        The next ``dispatch`` follows the plan, and ``prefetch_experts`` takes it, within a node. Plan once with
+        the same ``balance`` before a capture.
+
+        Args:
+            topk_idx: as for ``plan_batch``.
+            balance: as for ``plan_batch``.
+
+        Returns:
+            The plan in device memory, equal on all ranks; its ``wait`` returns it on the host.
+
+        Raises:
+            ValueError: as ``plan_batch``, and if the communicator is on the CPU.
+        """
+        return self._owners.plan_on_device(topk_idx, balance)
 
     @uncompiled
     def move_experts(
@@ -151,7 +171,9 @@ class ExpertMoves(Exchanges):
         return self._start_move(weights, old, new, targets, load, pace or Pace())
 
     @uncompiled
-    def prefetch_experts(self, weights: Weights, plan: BatchPlan, spare_places: int) -> tuple[torch.Tensor, ...]:
+    def prefetch_experts(
+        self, weights: Weights, plan: BatchPlan | DeviceBatchPlan, spare_places: int
+    ) -> tuple[torch.Tensor, ...]:
         """Copy the experts of a batch's plan from their homes to spare places; gradients return to the homes.
 
         Copies cross to a node once, as in ``move_experts``. The gradients of all copies of an expert travel to its home
@@ -163,7 +185,8 @@ class ExpertMoves(Exchanges):
             weights: tensors (P, ...) of any dtypes, with this rank's experts in the order of ``placement``, without
                 empty places at the end. They require gradients on all ranks or on none.
             plan: of ``fusco.placement.plan_batch``, for the experts and ranks of this communicator; the same on all
-                ranks.
+                ranks. That of ``plan_batch_on_device`` is read by the device, within a node: no host waits, and a CUDA
+                graph may capture the call.
             spare_places: places for copies on each rank, the same on all ranks.
 
         Returns:
@@ -175,20 +198,14 @@ class ExpertMoves(Exchanges):
             MismatchError: if ranks differ in plan, dtypes, shapes, or in requiring gradients.
             PeerFailureError: as in every collective.
         """
+        if isinstance(plan, DeviceBatchPlan):
+            return self._prefetch_on_device(weights, plan, spare_places)
         with self.rejecting():
             self._require_eager("prefetch_experts")
             rank, placement = self._validator.rank, self._owners.of_members(self.placement)
             copies = Copies.of(self._renumbered(plan), placement, self.topology, spare_places)
-            experts = placement.rank_to_experts[rank]
-            num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
-            self._validator.require_experts("weights", weights, num_homes)
-        is_needed = list(map(wants_grad, weights))
-        fields: Fields = {
-            "copies": describe_places(copies.places),
-            "experts": describe_experts(weights),
-            "requires_grad": str(is_needed),
-        }
-        self._agree(CollectiveFingerprint("prefetch_experts", fields))
+            self._require_homes(weights, placement)
+        self._agree_to_prefetch(weights, describe_places(copies.places))
         homes = ExpertMemory(weights)
         moves = copies.moves(homes.bytes_per_expert)
 
@@ -198,11 +215,42 @@ class ExpertMoves(Exchanges):
         arrived = self._run_moves("prefetch_experts", moves, read)
         spares = tuple(weight.new_zeros((spare_places, *weight.shape[1:])) for weight in weights)
         copies.put(spares, moves, arrived, rank)
-        if not any(is_needed):
-            return spares
-        like = [weight.detach() for weight in weights if wants_grad(weight)]
-        way_back = partial(self._return_gradients, copies, [(each.shape, each.dtype) for each in like])
-        return tuple(PrefetchExperts.apply(Prefetched(spares), way_back, *weights))  # type: ignore[no-untyped-call]
+        return with_gradients(weights, spares, partial(self._return_gradients, copies))
+
+    def _prefetch_on_device(
+        self, weights: Weights, plan: DeviceBatchPlan, spare_places: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Copy experts as the device has planned."""
+        with self.rejecting():
+            require_movable_tensors("prefetch_experts")
+            self._owners.check_plan(plan, spare_places)
+            self._require_homes(weights, plan.placement)
+        self._agree_to_prefetch(weights, f"{spare_places} places, of the device")
+        sources = [weight.detach() for weight in weights]
+        spares = tuple(weight.new_empty((spare_places, *weight.shape[1:])) for weight in sources)
+        self._owners.copy_experts(plan, sources, spares, is_sum=False)
+
+        def way_back(shapes: Shapes, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self._agree(CollectiveFingerprint("prefetch_experts (gradients)"))
+            sums = [grads[0].new_zeros(shape, dtype=accumulation_dtype(dtype)) for shape, dtype in shapes]
+            self._owners.copy_experts(plan, [grad.contiguous() for grad in grads], sums, is_sum=True)
+            return [total.to(dtype) for total, (_, dtype) in zip(sums, shapes, strict=True)]
+
+        return with_gradients(weights, spares, way_back)
+
+    def _require_homes(self, weights: Weights, placement: ExpertPlacement) -> None:
+        """Raise unless weights are of this rank's experts in a placement."""
+        experts = placement.rank_to_experts[self._validator.rank]
+        num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
+        self._validator.require_experts("weights", weights, num_homes)
+
+    def _agree_to_prefetch(self, weights: Weights, copies: str) -> None:
+        fields: Fields = {
+            "copies": copies,
+            "experts": describe_experts(weights),
+            "requires_grad": str(list(map(wants_grad, weights))),
+        }
+        self._agree(CollectiveFingerprint("prefetch_experts", fields))
 
     def _start_move(
         self,
@@ -247,9 +295,7 @@ class ExpertMoves(Exchanges):
         numbers = np.array(self.topology.numbers)
         return replace(plan, ranks=np.searchsorted(numbers, plan.ranks)) if self._validator.members else plan
 
-    def _return_gradients(
-        self, copies: Copies, shapes: Sequence[tuple[torch.Size, torch.dtype]], grads: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _return_gradients(self, copies: Copies, shapes: Shapes, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of copies to their homes; sum them there in order of rank."""
         memory = ExpertMemory([grad.contiguous() for grad in grads])
         moves = copies.moves_home(memory.bytes_per_expert)

@@ -21,7 +21,7 @@ from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.engine.base import Engine, KnownCall, Pending, Request
-from fusco.engine.owner_choice import DeviceChoice, HostChoice, OwnerChoice
+from fusco.engine.owner_choice import DeviceBatchPlan, DeviceChoice, HostChoice, OwnerChoice
 from fusco.placement.batch import plan_batch
 from fusco.planner.owners import Int32Array, OwnerTables
 from fusco.planner.routing import INDEX_DTYPES, Routing
@@ -101,35 +101,75 @@ class Owners:
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
-        placement, topology, choice = self.of_members(self.placement), self._engine.topology, self._choice
+        if isinstance(self._choice, DeviceChoice):
+            check = partial(self._validator.require_not_capturing, "plan_batch")
+            plan = self.plan_on_device(topk_idx, balance, check).wait()
+            self.batch = self.batch if len(plan.experts) else None
+            return plan
+        return self._numbered(self._plan_on_host(topk_idx, self.of_members(self.placement), balance))
+
+    def plan_on_device(
+        self, topk_idx: torch.Tensor, balance: Balance, check_first: Callable[[], None] = lambda: None
+    ) -> DeviceBatchPlan:
+        """Plan as ``plan_batch`` does, where no host waits."""
+        placement, choice = self.of_members(self.placement), self._choice
+
+        def check() -> None:
+            check_first()
+            if not isinstance(choice, DeviceChoice):
+                raise ValueError(  # noqa: TRY004  of no argument's type
+                    f"a device plans batches of a communicator on CUDA whose experts have places; this one is on "
+                    f"{self._validator.device}, with {self.placement}: call plan_batch"
+                )
+            _check_spare_places(placement, balance)
+            if self._validator.is_capturing and not choice.has_planned(placement, balance):
+                raise ValueError(
+                    f"plan a batch with {balance} once before the capture: that makes tables on the device"
+                )
+
+        def prepare(request: Request, call: Call) -> Pending[DeviceBatchPlan]:  # noqa: ARG001
+            assert isinstance(choice, DeviceChoice)
+            plan = choice.plan  # invalid ids are the dispatch's to report
+            return Pending((), lambda _: plan(topk_idx, placement, balance))
+
+        made = self._run("plan_batch", _plan_call(placement, balance), topk_idx, prepare, check)
+        assert isinstance(choice, DeviceChoice)
+        self.batch = choice.choose_planned
+        return replace(made, fetch=lambda: self._numbered(made.fetch()))
+
+    def copy_experts(
+        self, plan: DeviceBatchPlan, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, is_sum: bool
+    ) -> None:
+        """Copy experts as a plan of this communicator says, within the node; see ``DeviceChoice``."""
+        assert isinstance(self._choice, DeviceChoice)
+        self._choice.copy_experts(plan, sources, targets, is_sum=is_sum)
+
+    def check_plan(self, plan: DeviceBatchPlan, spare_places: int) -> None:
+        """Raise ``ValueError`` unless the device can copy experts as a plan says."""
+        if (num_nodes := self._engine.topology.num_nodes) > 1:
+            raise ValueError(
+                f"between {num_nodes} nodes the host gives NCCL the sizes of messages, so it needs the plan: pass "
+                f"plan.wait()"
+            )
+        if plan.placement != self.of_members(self.placement):
+            raise ValueError("the plan is of another placement than the communicator's present one")
+        if plan.balance.spare_places != spare_places:
+            raise ValueError(f"the plan has {plan.balance.spare_places} spare places, got spare_places={spare_places}")
+
+    def _numbered(self, plan: BatchPlan) -> BatchPlan:
+        """Return a plan with the ranks of the group instead of those that are left."""
+        topology = self._engine.topology
+        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
+
+    def _plan_on_host(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
+        topology, num_ranks = self._engine.topology, placement.world_size
 
         def check() -> None:
             self._validator.require_not_capturing("plan_batch")
             _check_spare_places(placement, balance)
 
-        def prepare(request: Request, call: Call) -> Pending[BatchPlan]:  # noqa: ARG001
-            assert isinstance(choice, DeviceChoice)
-            plan = choice.plan  # invalid ids are the dispatch's to report
-            return Pending((), lambda _: plan(topk_idx, placement, balance))
-
-        known = KnownCall(CollectiveFingerprint("plan_batch", {"placement": placement.digest, "balance": str(balance)}))
-        if isinstance(choice, DeviceChoice):
-            plan = self._run("plan_batch", known, topk_idx, prepare, check)
-            self.batch = choice.choose_planned if len(plan.experts) else None
-        else:
-            plan = self._plan_on_host(known, topk_idx, placement, balance, check)
-        return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
-
-    def _plan_on_host(
-        self,
-        known: KnownCall,
-        topk_idx: torch.Tensor,
-        placement: ExpertPlacement,
-        balance: Balance,
-        check: Callable[[], None],
-    ) -> BatchPlan:
-        topology, num_ranks = self._engine.topology, placement.world_size
-        counts = self._exchange("plan_batch", known, topk_idx, placement.num_experts, slice(None), check)
+        known, num_experts = _plan_call(placement, balance), placement.num_experts
+        counts = self._exchange("plan_batch", known, topk_idx, num_experts, slice(None), check)
         ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else None
         plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
         self.batch = None
@@ -279,6 +319,10 @@ class Owners:
             return Request(known=known)
 
         return run_collective(session, self._engine, name, validate, prepare)
+
+
+def _plan_call(placement: ExpertPlacement, balance: Balance) -> KnownCall:
+    return KnownCall(CollectiveFingerprint("plan_batch", {"placement": placement.digest, "balance": str(balance)}))
 
 
 def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:

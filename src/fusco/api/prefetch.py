@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,12 @@ from fusco.api.expert_memory import ExpertMemory
 from fusco.core.balance import BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
-from fusco.core.rows import accumulation_dtype
+from fusco.core.rows import accumulation_dtype, wants_grad
 from fusco.core.topology import Topology
 from fusco.placement.moves import MovePlan, as_places, places_of_copies, plan_moves
 
 Arrived = Mapping[int, Sequence[torch.Tensor]]  # bytes by transfer
+Shapes = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +71,7 @@ class Copies:
         for i, pieces in arrived.items():
             memory.write(places.index(int(moves.experts[i])), pieces)
 
-    def sums(
-        self, shapes: Sequence[tuple[torch.Size, torch.dtype]], moves: MovePlan, arrived: Arrived, like: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def sums(self, shapes: Shapes, moves: MovePlan, arrived: Arrived, like: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of the gradients that have arrived, of the given shapes and dtypes, where ``like`` is.
 
         Those of an expert are added in ascending order of rank.
@@ -118,3 +117,15 @@ class PrefetchExperts(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         sums = iter(ctx.way_back([grad for grad, needs in zip(grads, needed, strict=True) if needs]))
         return None, None, *(next(sums) if needs else None for needs in needed)
+
+
+def with_gradients(
+    weights: Sequence[torch.Tensor],
+    spares: tuple[torch.Tensor, ...],
+    way_back: Callable[[Shapes, Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> tuple[torch.Tensor, ...]:
+    """Return the copies so that ``way_back`` brings the gradients of those whose weights require them, if any do."""
+    shapes = [(weight.shape, weight.dtype) for weight in weights if wants_grad(weight)]
+    if not shapes:
+        return spares
+    return tuple(PrefetchExperts.apply(Prefetched(spares), partial(way_back, shapes), *weights))  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from fusco.cuda.kernels.launcher import KernelCall, Launcher, PreparedLaunch
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.kernels.plan import PlanTables
 from fusco.cuda.kernels.program import Program, TimedProgram
+from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.planner.routing import describe_invalid_id, logical_id
@@ -113,6 +114,11 @@ class CudaContext:
     def counts_offset(self) -> int:
         """Where the counts that ranks of the node exchange are in every arena; see ``share_counts``."""
         return self.layout.offsets["end"]
+
+    @property
+    def copies_offset(self) -> int:
+        """Where copies of experts pass through every arena; see ``copy_experts``."""
+        return self.counts_offset + shared_count_bytes(self.layout.num_ranks, self.placement.num_experts)
 
     @property
     def topology(self) -> Topology:

@@ -33,9 +33,9 @@ from fusco.cuda.captured_calls import CapturedCalls, LiveGraphs
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.copy_experts import bytes_of_experts
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
@@ -121,8 +121,8 @@ class CudaEngine:
         self._network: Network | None = None
         with ExitStack() as resources, gpu.entered():
             device_layout = DeviceLayout.of(config)
-            count_bytes = shared_count_bytes(device_layout.num_ranks, placement.num_experts)
-            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"] + count_bytes, gpu)
+            expert_bytes = bytes_of_experts(device_layout.num_ranks, placement.num_experts, num_experts)
+            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"] + expert_bytes, gpu)
             self._arena = Arena(device_layout, memory, store_gather, gpu)
             self._peer_watch = PeerWatch(self._watchdog, self.abort)
             self._order = StreamOrder(gpu, self._note_capture)

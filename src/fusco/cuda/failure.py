@@ -32,6 +32,7 @@ PHASES = (
     Phase("the network", "all messages of epoch", "an abort of NCCL"),
     Phase("carrying rows for each other within the node", "its node barrier"),
     Phase("exchanging rows of each expert", "its counts of epoch"),
+    Phase("copying experts", "its message of number"),
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,10 +16,12 @@ from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.choose_owners import DeviceOwnerTables, choose_owners
+from fusco.cuda.kernels.copy_experts import copy_experts
 from fusco.cuda.kernels.divide_rows import divide_rows
 from fusco.cuda.kernels.plan_batch import DeviceBatches, plan_batch
 from fusco.cuda.kernels.share_counts import share_counts
 from fusco.cuda.stream_order import StreamOrder
+from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.planner.owners import Int32Array, OwnerTables
 
 
@@ -34,7 +38,8 @@ class CudaOwnerChoice:
         sizes = (context.num_experts, context.placement.num_experts, context.rank, context.topology.rank_to_node)
         self._tables = DeviceOwnerTables.empty(*sizes, self._device)
         self._planned = replace(DeviceOwnerTables.empty(*sizes, self._device), counts=self._tables.counts)
-        self._batches: DeviceBatches | None = None
+        self._batches: DeviceBatches | None = None  # of the latest plan
+        self._captured: list[DeviceBatches] = []  # that graphs read
 
     def place(self, tables: OwnerTables) -> None:
         with self._order.on_stream(Launch()):
@@ -49,22 +54,41 @@ class CudaOwnerChoice:
             divide_rows(self._context.launcher(stream), self._tables)
         return self._tables.bounds
 
-    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
-        topology, known = self._context.topology, self._batches
+    def has_planned(self, placement: ExpertPlacement, balance: Balance) -> bool:
+        known = self._batches
+        return known is not None and (known.placement, known.balance) == (placement, balance)
+
+    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> DeviceBatchPlan:
+        topology = self._context.topology
         with self._order.on_stream(Launch(), topk_idx) as stream:
-            if known is None or (known.placement, known.balance) != (placement, balance):
-                known = self._batches = DeviceBatches.of(placement, balance, self._device)
+            if self._batches is None or not self.has_planned(placement, balance):
+                self._batches = DeviceBatches.of(placement, balance, self._device)
+            batches = self._batches
+            if self._context.gpu.is_capturing():
+                self._captured.append(batches)
             self._share_counts(topk_idx, stream)
-            launcher, result = self._context.launcher(stream), known.result
+            launcher = self._context.launcher(stream)
             ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else topology.world_size
-            plan_batch(launcher, known, self._planned, ranks_per_node)
+            table = plan_batch(launcher, batches, self._planned, ranks_per_node)
             divide_rows(launcher, self._planned, has_quotas=True)
-            on_host = pinned(torch.empty(result.shape, dtype=torch.int32, device="cpu"), self._device)
-            on_host.copy_(result, non_blocking=True)
+        return DeviceBatchPlan(table, placement, balance, batches, partial(self._fetch, table, batches))
+
+    def _fetch(self, table: torch.Tensor, batches: DeviceBatches) -> BatchPlan:
+        """Wait on the host for a plan."""
+        with self._order.on_stream(Launch(), table) as stream:
+            on_host = pinned(torch.empty(table.shape, dtype=torch.int32, device="cpu"), self._device)
+            on_host.copy_(table, non_blocking=True)
             done = stream.record_event()
         self._context.watchdog.wait_until(done.query, lambda: own_backlog("the plan of a batch"))
         self._context.watchdog.check_device()  # a rank whose counts have not come
-        return known.plan_of(on_host)
+        return batches.plan_of(on_host)
+
+    def copy_experts(
+        self, plan: DeviceBatchPlan, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, is_sum: bool
+    ) -> None:
+        with self._order.on_stream(Launch(), plan.table, *sources, *targets) as stream:
+            launcher, offset = self._context.launcher(stream), self._context.copies_offset
+            copy_experts(launcher, plan.batches, plan.table, offset, sources, targets, is_sum=is_sum)
 
     def choose_planned(self, topk_idx: torch.Tensor) -> torch.Tensor:
         with self._order.on_stream(Launch(), topk_idx) as stream:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -10,6 +12,29 @@ from fusco.core.balance import Balance, BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.planner.owners import Int32Array, OwnerTables
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBatchPlan:
+    """The plan of a batch on the device that made it, for ``Communicator.prefetch_experts``.
+
+    Attributes:
+        table: int32: number of copies, 1 if the aim could be held, rows of each expert (E,), then expert, rank and rows
+            of each copy; behind the last one, undefined. A replay of a graph writes it anew.
+        placement, balance: what is planned.
+        batches: the device's tables of both.
+        fetch: returns the plan on the host, once the device has made it.
+    """
+
+    table: torch.Tensor
+    placement: ExpertPlacement
+    balance: Balance
+    batches: Any
+    fetch: Callable[[], BatchPlan]
+
+    def wait(self) -> BatchPlan:
+        """Return the plan; the host waits for the device."""
+        return self.fetch()
 
 
 class OwnerChoice(Protocol):
@@ -41,8 +66,19 @@ class DeviceChoice(OwnerChoice, Protocol):
     def divide(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """Exchange counts; return the bounds of ``OwnerTables.divide_rows``, int32 (C,). No host waits."""
 
-    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
-        """Exchange counts, and plan a batch; the host waits for the plan. Each expert has one place."""
+    def has_planned(self, placement: ExpertPlacement, balance: Balance) -> bool:
+        """Return whether the latest plan was of these, so that another one may be captured."""
+
+    def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> DeviceBatchPlan:
+        """Exchange counts, and plan a batch, each expert of which has one place. No host waits."""
+
+    def copy_experts(
+        self, plan: DeviceBatchPlan, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, is_sum: bool
+    ) -> None:
+        """Copy experts, tensors (P, ...), to spare places within the node; no host waits. See ``copy_experts.cu``.
+
+        With ``is_sum`` add gradients of copies to sums at home, in ascending order of rank.
+        """
 
     def choose_planned(self, topk_idx: torch.Tensor) -> torch.Tensor:
         """``choose`` by the latest plan."""

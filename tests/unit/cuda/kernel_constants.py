@@ -6,10 +6,13 @@ import ctypes
 import itertools
 from typing import TypeAlias
 
+import torch
+
 from fusco.cuda.kernels.abi import CHUNK_PAIRS, vector_bytes
 from fusco.cuda.kernels.add_returned import returned_type
 from fusco.cuda.kernels.choose_owners import ChooseArgs
 from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
+from fusco.cuda.kernels.copy_experts import copy_constants, copy_experts_type
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.divide_rows import DivideArgs
 from fusco.cuda.kernels.gather_rows import gather_type
@@ -225,6 +228,17 @@ GRID: dict[str, list[Constants]] = {
     "choose_owners": [constants_of(ChooseArgs, 1, 512, ID_BYTES=id_bytes, PAIRS_PER_BLOCK=512) for id_bytes in (4, 8)],
     "share_counts": [constants_of(share_type(ranks), ranks, 1024, ID_BYTES=size) for ranks, size in ((1, 4), (8, 8))],
     "plan_batch": [constants_of(BatchArgs, 1, threads, **BATCH_CONSTANTS) for threads in (32, 1024)],
+    "copy_experts": [
+        constants_of(copy_experts_type(ranks, tensors), ranks, 512, **copy_constants(tensors, dtype))
+        for ranks, tensors, dtype in (
+            (8, 2, None),
+            (1, 16, None),
+            (8, 1, torch.bfloat16),
+            (4, 3, torch.float16),
+            (2, 2, torch.float32),
+            (32, 1, torch.float64),
+        )
+    ],
     "divide_rows": [constants_of(DivideArgs, 1, 64)],
 }
 

@@ -46,6 +46,7 @@ class NodeWords:
         self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(3))
         self.plan_epoch = [0] * num_ranks
         self.barriers, self.counts = [0] * num_ranks, [0] * num_ranks  # that each rank has come to
+        self.copies, self.parcels = [0] * num_ranks, dict[tuple[int, ...], list[torch.Tensor]]()
 
 
 class SimulatedLibrary:

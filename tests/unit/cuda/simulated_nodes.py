@@ -24,8 +24,8 @@ from fusco.cuda.between_nodes.nccl import Message
 from fusco.cuda.between_nodes.network import PreparedMessages
 from fusco.cuda.between_nodes.shuffle import InternodeShuffle
 from fusco.cuda.context import CudaContext
+from fusco.cuda.kernels.copy_experts import bytes_of_experts
 from fusco.cuda.kernels.program import NativeCall
-from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.within_node.device_plan import DevicePlan
@@ -301,7 +301,7 @@ class World:
 
     def _start(self, rank: int, gpu: SimulatedGpu) -> Rank:
         layout, machine = self.layout, self.machine
-        num_bytes = layout.offsets["end"] + shared_count_bytes(layout.num_ranks, self.placement.num_experts)
+        num_bytes = layout.offsets["end"] + bytes_of_experts(layout.num_ranks, self.placement.num_experts, 0)
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         arena = Arena(layout, memory, Roll(rank), gpu)
         words = self._words[layout.topology.rank_to_node[rank]]

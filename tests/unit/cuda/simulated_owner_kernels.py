@@ -11,11 +11,14 @@ from simulated_device import Stream
 
 from fusco import ExpertPlacement, Topology
 from fusco.api.owners import _quotas as quotas_of
+from fusco.core.rows import accumulation_dtype
 from fusco.cpu.kernels.choose_owners import choose_owners, count_experts
+from fusco.cuda.kernels.abi import ELEMENT_TYPES
 from fusco.placement import Balance, plan_batch
 from fusco.planner.owners import OwnerTables
 
 _IDS = {4: torch.int32, 8: torch.int64}
+_ELEMENTS = {name: dtype for dtype, name in ELEMENT_TYPES.items()}
 
 
 class OwnerKernels:
@@ -47,6 +50,55 @@ class OwnerKernels:
 
         stream.launch("sending counts", send)
         stream.launch("receiving counts", receive, lambda: min(words.counts) >= epoch[0])
+
+    def _copy_experts(self, stream: Stream, args: Any) -> None:
+        """Experts travel whole, by ``words.parcels``: number of the launch, home, rank and place of the copy."""
+        words, rank, is_sum = self._words, args.comm.rank, bool(self._constants["IS_SUM"])
+        number = [0]
+
+        def send() -> None:
+            number[0] = words.copies[rank] + 1
+            for home, local, to, place in self._copies(args):
+                if rank == (to if is_sum else home):
+                    at = self._rows_at(args, "source", place if is_sum else local)
+                    words.parcels[number[0], home, to, place] = [row.clone() for row in at]
+            words.copies[rank] = number[0]
+
+        def receive() -> None:
+            for place in range(0 if is_sum else args.spare_places):
+                for row in self._rows_at(args, "target", place):
+                    row.zero_()
+            for home, local, to, place in self._copies(args):
+                if rank == (home if is_sum else to):
+                    at = self._rows_at(args, "target", local if is_sum else place)
+                    for row, sent in zip(at, words.parcels[number[0], home, to, place], strict=True):
+                        row.add_(sent) if is_sum else row.copy_(sent)
+
+        stream.launch("sending experts", send)
+        stream.launch("receiving experts", receive, lambda: min(words.copies) >= number[0])
+
+    def _copies(self, args: Any) -> list[tuple[int, int, int, int]]:
+        """Home, its local expert, rank and place of each copy, in ascending order of rank."""
+        num_copies = int(self._at(args.plan, torch.int32, (1,)))
+        listed = self._at(args.plan + 4 * (2 + args.num_experts), torch.int32, (num_copies, 3)).tolist()
+        homes = self._at(args.homes, torch.int32, (args.num_experts,)).tolist()
+        ranks = [rank for _, rank, _ in listed]
+        found = [
+            (*divmod(homes[expert], args.places_per_rank), rank, ranks[:i].count(rank))
+            for i, (expert, rank, _) in enumerate(listed)
+        ]
+        return sorted(found, key=lambda copy: copy[2])
+
+    def _rows_at(self, args: Any, end: str, place: int) -> list[torch.Tensor]:
+        """A place of all tensors of the source or the target, in the dtype in which they are copied or added."""
+        is_sum = self._constants["IS_SUM"]
+        dtype = _ELEMENTS[self._constants["ELEMENT"]] if is_sum else torch.uint8
+        of_end = accumulation_dtype(dtype) if is_sum and end == "target" else dtype
+        found = []
+        for each in args.tensors:
+            address = getattr(each, end) + place * getattr(each, f"{end}_pitch")
+            found.append(self._at(address, of_end, (each.num_bytes // dtype.itemsize,)))
+        return found
 
     def _divide_rows(self, stream: Stream, args: Any) -> None:
         def divide() -> None:

@@ -55,7 +55,6 @@ class DeviceBatches:
         places: (E,), the physical expert of each.
         empty_places: (R, spare places), physical experts.
         tried: (ways, C, 3), scratch; C copies at most.
-        result: the header, the rows of each expert (E,), and copies (C, 3).
     """
 
     placement: ExpertPlacement
@@ -66,7 +65,6 @@ class DeviceBatches:
     places: torch.Tensor
     empty_places: torch.Tensor
     tried: torch.Tensor
-    result: torch.Tensor
 
     @classmethod
     def of(cls, placement: ExpertPlacement, balance: Balance, device: torch.device) -> DeviceBatches:
@@ -76,13 +74,12 @@ class DeviceBatches:
             values = torch.from_numpy(np.ascontiguousarray(table, np.int32))
             return pinned(values, device).to(device, non_blocking=True)
 
-        num_ranks, num_experts, spare = placement.world_size, placement.num_experts, balance.spare_places
+        num_ranks, spare = placement.world_size, balance.spare_places
         homes = np.array(placement.expert_to_rank)
         order = np.argsort(homes, kind="stable")
         experts = np.array(placement.physical_to_logical)
         empty = np.argsort(experts >= 0, axis=1, kind="stable")[:, :spare]
         sizes = (NUM_RULES + MOST_TRIES, num_ranks * spare, _COPY_INTS)
-        result = torch.zeros(_HEADER_INTS + num_experts + sizes[1] * _COPY_INTS, dtype=torch.int32, device=device)
         return cls(
             placement=placement,
             balance=balance,
@@ -92,7 +89,6 @@ class DeviceBatches:
             places=on_device(np.array([places[0] for places in placement.expert_to_physical])),
             empty_places=on_device(empty + np.arange(num_ranks)[:, None] * experts.shape[1]),
             tried=torch.zeros(sizes, dtype=torch.int32, device=device),
-            result=result,
         )
 
     def plan_of(self, result: torch.Tensor) -> BatchPlan:
@@ -104,10 +100,15 @@ class DeviceBatches:
         return BatchPlan.of_copies(rows, self.homes, *sizes, copies, is_aim_held=bool(is_aim_held))
 
 
-def plan_batch(launcher: Launcher, batches: DeviceBatches, tables: DeviceOwnerTables, ranks_per_node: int) -> None:
-    """Plan a batch from the counts of ``tables``; write the plan, and into ``tables`` the owners and their quotas.
+def plan_batch(
+    launcher: Launcher, batches: DeviceBatches, tables: DeviceOwnerTables, ranks_per_node: int
+) -> torch.Tensor:
+    """Plan a batch from the counts of ``tables``; write into ``tables`` the owners and their quotas.
 
     See ``fusco.placement.plan_batch``: the plan is the same, bit for bit.
+
+    Returns:
+        The plan, int32: number of copies, whether the aim could be held, rows of each expert (E,), copies (C, 3).
     """
     num_ranks, num_experts = tables.counts.shape
     balance, num_copies = batches.balance, batches.tried.shape[1]
@@ -120,7 +121,8 @@ def plan_batch(launcher: Launcher, batches: DeviceBatches, tables: DeviceOwnerTa
             f"a plan for {num_experts} experts on {num_ranks} ranks with {balance.spare_places} spare places needs "
             f"{shared_bytes:,} bytes of shared memory, but a block has {limit:,}"
         )
-    result = batches.result.data_ptr()
+    made = tables.counts.new_empty(_HEADER_INTS + num_experts + num_copies * _COPY_INTS)
+    result = made.data_ptr()
     arguments = BatchArgs(
         counts=tables.counts.data_ptr(),
         order=batches.order.data_ptr(),
@@ -145,3 +147,4 @@ def plan_batch(launcher: Launcher, batches: DeviceBatches, tables: DeviceOwnerTa
     launcher.launch(
         "plan_batch", BATCH_CONSTANTS, arguments, grid=1, num_threads=num_threads, shared_bytes=shared_bytes
     )
+    return made

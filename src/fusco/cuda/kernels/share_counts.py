@@ -34,8 +34,8 @@ def share_type(num_ranks: int) -> type[ctypes.Structure]:
 
 
 def shared_count_bytes(num_ranks: int, num_experts: int) -> int:
-    """Return the bytes that a rank's peers write to."""
-    return _FLAG_BYTES + 2 * num_ranks * num_experts * 4
+    """Return the bytes that a rank's peers write to, a multiple of 128."""
+    return _FLAG_BYTES + -(-2 * num_ranks * num_experts * 4 // 128) * 128
 
 
 def share_counts(

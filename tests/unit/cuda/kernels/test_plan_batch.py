@@ -44,15 +44,17 @@ class Planned:
     def plan(self, counts: np.ndarray) -> BatchPlan:
         self.tables.counts.copy_(torch.from_numpy(counts))
 
-        def program(at: Rank) -> None:
+        def program(at: Rank) -> BatchPlan:
             launcher = at.context.launcher(at.stream)
-            plan_batch(launcher, self.batches, self.tables, self._ranks_per_node)
+            result = plan_batch(launcher, self.batches, self.tables, self._ranks_per_node)
             divide_rows(launcher, self.tables, has_quotas=True)
+            at.machine_is_idle()
+            return self.batches.plan_of(result)
 
         capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
         layout = DeviceLayout(Topology((0,)), capacity, Settings())
-        Emulated(self._folder, order=3).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)
-        return self.batches.plan_of(self.batches.result)
+        (plan,) = Emulated(self._folder, order=3).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)
+        return plan
 
 
 def check(seen: BatchPlan, expected: BatchPlan) -> None:

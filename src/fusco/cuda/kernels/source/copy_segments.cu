@@ -5,7 +5,7 @@
 // Twin: tests/reference/copy_segments.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_THREADS.
-#include "base.cuh"
+#include "copy_bytes.cuh"
 
 struct CopyArgs {
     const u8* src;
@@ -15,19 +15,6 @@ struct CopyArgs {
     i64 piece_bytes;
 };
 static_assert(sizeof(CopyArgs) == ARGUMENT_BYTES, "copy_segments.py mirrors this struct");
-
-template <int BYTES> __device__ __forceinline__ void copy_as(const u8* src, u8* dst, i64 num_bytes) {
-    const auto* from = reinterpret_cast<const Vector<BYTES>*>(src);
-    auto* to = reinterpret_cast<Vector<BYTES>*>(dst);
-    for (i64 i = threadIdx.x; i < num_bytes / BYTES; i += NUM_THREADS) store_row(to + i, load_shared_row(from + i));
-}
-
-__device__ __forceinline__ void copy_bytes(const u8* src, u8* dst, i64 num_bytes) {
-    const u64 alignment = reinterpret_cast<u64>(src) | reinterpret_cast<u64>(dst) | static_cast<u64>(num_bytes);
-    if (alignment % 16 == 0) copy_as<16>(src, dst, num_bytes);
-    else if (alignment % 4 == 0) copy_as<4>(src, dst, num_bytes);
-    else copy_as<1>(src, dst, num_bytes);
-}
 
 // Return the first segment that ends after a byte of the concatenated segments.
 __device__ i64 segment_at(const i64* ends, i64 num_segments, i64 byte) {
