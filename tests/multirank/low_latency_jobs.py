@@ -251,6 +251,7 @@ def low_latency_refusals(group: dist.ProcessGroup) -> list[str]:
         lambda: buffer.low_latency_combine(rows, ids.flip(0), weights, handle),
         lambda: buffer.low_latency_combine(rows, ids, weights[:1], handle),
         lambda: other.low_latency_combine(rows, ids, weights, (None, None)),
+        lambda: buffer.low_latency_combine(rows, ids, weights, handle, zerocopy=True),
         lambda: buffer.low_latency_combine(rows, ids, weights, handle, overlap=True, src_signals=stats),
         lambda: buffer.low_latency_update_mask_buffer(1, True),
         lambda: buffer.dispatch_pcie(x),

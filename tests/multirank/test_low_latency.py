@@ -44,6 +44,7 @@ def test_low_latency_calls_refuse_what_they_lack_in_a_sentence(world):
             "ValueError: topk_idx differs from that of the dispatch, which the handle has",
             "ValueError: topk_weights has shape (1, 2), but this call needs (2, 2)",
             "TypeError: this call needs the handle of a dispatch, got tuple",
+            "TypeError: low_latency_combine has no argument zerocopy",
             *(
                 f"NotImplementedError: fusco's Buffer has DeepEP's normal and low-latency modes only, not {what}"
                 for what in (

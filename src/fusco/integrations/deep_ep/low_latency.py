@@ -30,6 +30,11 @@ from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
 _Result = TypeVar("_Result")
+# By which experts tell that their rows are computed, in branch hybrid-ep and in SGLang's calls.
+_SIGNALS = {
+    *("src_signals", "src_signal_expect_value"),
+    *("packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms"),
+}
 
 
 class LowLatencyCalls(BufferBase):
@@ -215,6 +220,8 @@ class LowLatencyCalls(BufferBase):
             Sums (num_tokens, H), in ``out`` if there is one; the event; the hook or ``None``.
         """
         with self._along(lambda: require_handle(handle, LowLatencyHandle).sent, comms=self._low_latency) as sent:
+            if unknown := sorted(signals.keys() - _SIGNALS):
+                raise TypeError(f"low_latency_combine has no argument {', '.join(unknown)}")
             if overlap:
                 self._refuse("sums of rows whose experts have not finished (overlap=True)")
             require_shape("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, self._num_ranks)
