@@ -83,13 +83,23 @@ def test_the_smallest_fitting_spare_is_taken():
     assert address(recycler.empty((3 * PAGE_BYTES,), torch.uint8)) == expected
 
 
-def test_no_more_spares_than_allowed_and_none_after_close():
-    recycler = OutputRecycler(max_spares=2)
-    tensors = [recycler.empty((1,), torch.uint8) for _ in range(4)]
+@pytest.mark.parametrize(
+    ("num_pages", "num_tensors", "num_kept"),
+    # As many as two micro-batches release; 32 MiB; more, of which the latest four stay.
+    [(1, 6, 6), (1, 16, 16), (1, 18, 16), (4, 4, 4), (4, 6, 4), (16, 6, 4)],
+)
+def test_no_more_spares_than_allowed_and_none_after_close(num_pages, num_tensors, num_kept):
+    recycler = OutputRecycler()
+    tensors = [recycler.empty((num_pages * PAGE_BYTES,), torch.uint8) for _ in range(num_tensors + 1)]
     late = tensors.pop()
+    released = {address(tensor) for tensor in tensors}
     tensors.clear()
-    assert len(recycler._spares) == 2
+    assert len(recycler._spares) == num_kept
+    again = [recycler.empty((num_pages * PAGE_BYTES,), torch.uint8) for _ in range(num_kept)]
+    assert released >= {address(tensor) for tensor in again}
+    assert not recycler._spares
     recycler.close()
+    again.clear()
     del late
     assert len(recycler._spares) == 0
 
