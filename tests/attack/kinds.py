@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ from attack.configuration import LARGEST_WORLD, draw
 from attack.foreign_clients import ForeignClients
 from attack.on_ranks import least
 from attack.strikes import Strikes
+from fusco.bench.ranks.failures import RankFailedError
 from fusco.bench.ranks.local_world import LocalWorld
 from fusco.schedule import warm_up
 
@@ -30,6 +32,7 @@ _FAULT_WORLDS = ((2, 1), (2, 2), (3, 1), (4, 2), (4, 4))
 _CLIENT_WORLDS = ((2, 1), (2, 2), (4, 2))
 _MAX_STARTING_S = 120.0  # until ranks have saved once
 _LONGEST_SAVES_S = 1.0  # until a rank is killed; a save takes some 30 ms
+_GRACE_S = 1.0  # for ranks to end after one that was killed in a save
 _SOAK_ROUNDS = 240
 _REJOINING_WORLDS, _NUM_REJOINS, _NUM_TIMES = ((3, 3), (3, 1), (4, 2), (6, 3)), 200, 5
 _SLOWEST_RATIO, _NUM_TRIES = 1.03, 5  # of a machine that does nothing else, and where other processes take the cores
@@ -177,7 +180,9 @@ class Attacks:
             if is_killed:
                 time.sleep(random.uniform(0, _LONGEST_SAVES_S))
                 world.processes[victim].kill()
-            world.collect(range(num_ranks), timeout_s=_MAX_WORK_S)
+            # Of a death gloo tells those next to it in a ring; others wait for these, which live on here.
+            with suppress(RankFailedError) if is_killed else nullcontext():
+                world.collect(range(num_ranks), timeout_s=_MAX_WORK_S, grace_s=_GRACE_S if is_killed else _MAX_WORK_S)
             world.kill()
             last = max(int(file.name) for file in progress.iterdir())
             why = "killed" if is_killed else f"with room for {room} bytes"

@@ -36,7 +36,7 @@ from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.copy_experts import bytes_of_experts
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.kernels.library import Library
-from fusco.cuda.memory.arena import Arena, allocate_on_all_ranks
+from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.owner_choice import CudaOwnerChoice
 from fusco.cuda.quantizer import CudaQuantizer
@@ -122,8 +122,7 @@ class CudaEngine:
         with ExitStack() as resources, gpu.entered():
             device_layout = DeviceLayout.of(config)
             expert_bytes = bytes_of_experts(device_layout.num_ranks, placement.num_experts, num_experts)
-            memory = allocate_on_all_ranks(store_gather, device_layout.offsets["end"] + expert_bytes, gpu)
-            self._arena = Arena(device_layout, memory, store_gather, gpu)
+            self._arena = Arena.of(device_layout, expert_bytes, store_gather, gpu)
             self._peer_watch = PeerWatch(self._watchdog, self.abort)
             self._order = StreamOrder(gpu, self._note_capture)
             resources.callback(self._release_memory)

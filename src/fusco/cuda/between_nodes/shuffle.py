@@ -77,7 +77,7 @@ class InternodeShuffle:
     ) -> None:
         self._context, self._planner, self._own_rows, self._network = context, planner, own_rows, network
         self._arena, self._layout, self._topology = context.arena, context.layout, context.topology
-        self._ring = SliceRing(network, self._layout, self._arena.memory)
+        self._ring = SliceRing(network, self._arena)
         self._sender = SliceSender(context, network, self._ring, packing_stream)
         self.message_rows = MessageRows(context)
         overflows = self.message_rows.summary.overflow_addresses

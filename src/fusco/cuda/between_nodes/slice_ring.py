@@ -9,7 +9,7 @@ import torch
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.cuda.between_nodes.nccl import Message
 from fusco.cuda.between_nodes.network import Network
-from fusco.cuda.memory.layout import DeviceLayout
+from fusco.cuda.memory.arena import Arena
 
 
 class SliceRing:
@@ -21,22 +21,17 @@ class SliceRing:
     earlier call recorded is waited for, as a graph capture could not.
     """
 
-    def __init__(self, network: Network, layout: DeviceLayout, arena: torch.Tensor) -> None:
-        self._network = network
-        slots = arena[layout.slice_offset(0) :][: layout.ring_depth * layout.network_slot_bytes]
-        self._slots = slots.view(layout.ring_depth, layout.network_slot_bytes)
+    def __init__(self, network: Network, arena: Arena) -> None:
+        self._network, self._arena = network, arena
         self._is_produced = network.gpu.new_event()
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-        self._is_free: list[torch.cuda.Event | None] = [None] * layout.ring_depth
+        self._is_free: list[torch.cuda.Event | None] = [None] * arena.layout.ring_depth
 
     def slot(self, number: int, stream: torch.cuda.Stream, dtype: torch.dtype) -> torch.Tensor:
         """Return the slot of a slice, as a row of ``dtype``; the stream waits until it is free."""
         place = number % len(self._is_free)
         if number >= len(self._is_free) and (is_free := self._is_free[place]):
             stream.wait_event(is_free)
-        if dtype not in self._typed:
-            self._typed[dtype] = self._slots.view(dtype)
-        return self._typed[dtype][place]
+        return self._arena.network_slots(dtype)[place]
 
     def exchange(
         self,

@@ -24,6 +24,7 @@ _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 def allocate_on_all_ranks(store_gather: Gather, num_bytes: int, gpu: Gpu) -> torch.Tensor:
     """Return peer-visible memory, allocated on every rank; ``SharedMemoryError`` on all ranks if one cannot."""
+    gpu.collect_garbage()  # memory that tracebacks have of arenas that could not be made
     memory, error = None, ""
     try:
         memory = gpu.allocate_visible(num_bytes)
@@ -43,6 +44,15 @@ class _Abort(ctypes.Structure):
 class Arena:
     """Peer-visible ``memory`` laid out by a ``DeviceLayout``, private counters, and flags in host memory."""
 
+    @classmethod
+    def of(cls, layout: DeviceLayout, expert_bytes: int, store_gather: Gather, gpu: Gpu) -> Arena:
+        """Allocate the layout's memory, and behind it ``expert_bytes``, on all ranks, and map it.
+
+        No frame of a caller has that memory: a traceback would keep it, until some later capture of a graph.
+        """
+        memory = allocate_on_all_ranks(store_gather, layout.offsets["end"] + expert_bytes, gpu)
+        return cls(layout, memory, store_gather, gpu)
+
     def __init__(self, layout: DeviceLayout, memory: torch.Tensor, store_gather: Gather, gpu: Gpu) -> None:
         """Map the arenas of the node; a collective of all ranks. ``memory`` is from ``allocate_on_all_ranks``.
 
@@ -60,6 +70,7 @@ class Arena:
         self._views: list[torch.Tensor] = [
             self._handle.get_buffer(r, size, torch.uint8) for r in range(layout.num_ranks)
         ]
+        self._network_slots: dict[torch.dtype, torch.Tensor] = {}
         self._state = torch.zeros(_NUM_STATE_WORDS, dtype=torch.int32, device=device)
         self._pinned: list[torch.Tensor] = []
         self.failure, failure_address = self._in_host_memory(Failure)
@@ -97,6 +108,14 @@ class Arena:
         layout = self.layout
         first = layout.ring_offset(consumer, message)
         return self._views[producer][first : first + layout.slot_bytes]
+
+    def network_slots(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the slots of slices that this rank sends to other nodes, as rows of ``dtype``; not to be kept."""
+        if dtype not in self._network_slots:
+            layout, slots = self.layout, self.memory[self.layout.slice_offset(0) :]
+            slots = slots[: layout.ring_depth * layout.network_slot_bytes].view(layout.ring_depth, -1)
+            self._network_slots[dtype] = slots.view(dtype)
+        return self._network_slots[dtype]
 
     def abort(self) -> None:
         """End every wait on this device soon. Any thread may call it, also during a graph capture."""
@@ -142,6 +161,7 @@ class Arena:
         return kind.from_address(memory.data_ptr()), memory.data_ptr()
 
     def close(self) -> None:
-        """Release all device memory. No work may be in flight."""
+        """Release all device memory, now: no other object keeps a view of it. No work may be in flight."""
         self._views.clear()
+        self._network_slots.clear()
         del self.memory, self._handle, self._state

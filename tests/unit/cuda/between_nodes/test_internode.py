@@ -6,6 +6,7 @@ has, their places in rings and pools, the arguments of each kernel, and which st
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from simulated_nodes import Rank, World
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, Capacity, ExpertPlacement, Groups, Launch, MismatchError, Quantize, Settings, Topology
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import CallProfile
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.engine.base import DispatchRequest
@@ -247,3 +249,34 @@ def test_balancers_that_disagree_are_found_before_anything_travels():
         "ranks disagree in dispatch: the balancer's result is ((0, 1), (1, 0)) on ranks 0, 1, 2, ((0, 0), (1, 1)) "
         "on rank 3. A balancer must be pure, and the same on all ranks: equal traffic, equal groups or lanes"
     }
+
+
+def test_once_an_arena_is_closed_nothing_has_a_view_of_its_memory():
+    """PyTorch ends the process if such memory is freed later, while a graph is captured."""
+    topology, placement = Topology((0, 0, 1, 1)), ExpertPlacement.contiguous(8, 4)
+
+    def num_views(memory: torch.Tensor) -> int:
+        return sum(type(each) is torch.Tensor and each._base is memory for each in gc.get_objects())
+
+    def program(at: Rank) -> tuple[int, int]:
+        request = DispatchRequest(
+            routing=Routing(torch.arange(16).view(8, 2) % 8),
+            payloads=[torch.ones(8, 4)],
+            placement=placement,
+            balancer=BALANCERS["static"],
+            expert_alignment=1,
+            static=None,
+            launch=Launch(),
+        )
+        sent = at.dispatch(request)
+        at.combine(sent.plan, sent.rows[0], is_weighted=False)
+        at.machine_is_idle()
+        memory = at.arena.memory
+        before = num_views(memory)
+        at.arena.close()
+        at.session.agree(CollectiveFingerprint("closed"))
+        return before, num_views(memory)
+
+    layout = DeviceLayout(topology, Capacity(max_tokens_per_rank=8, max_bytes_per_token=16, num_topk=2), Settings())
+    for before, after in World(layout, placement, Machine(0)).run(program):
+        assert before > after == 0
