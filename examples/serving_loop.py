@@ -73,8 +73,7 @@ def serve(rank: int, port: int, is_new: bool, ends_at: Any, served: Any) -> None
                     print(f"  again with {came}", flush=True)
             step(comm, generator)
             num_steps = num_steps % STEPS_BETWEEN_GROWING + 1
-            with served.get_lock():
-                served.value += TOKENS
+            served[comm.rank] += TOKENS
             if is_over(comm, ends_at):
                 break
         except fusco.ExcludedError:
@@ -92,7 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     choices, context = random.Random(options.seed), mp.get_context("spawn")  # noqa: S311
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    served, ends_at = context.Value("q", 0), context.Value("d", float("inf"))
+    # Without locks, which a process would hold for ever if it was killed in the middle.
+    served, ends_at = context.Array("q", RANKS, lock=False), context.Value("d", float("inf"), lock=False)
 
     def start(rank: int, *, is_new: bool) -> mp.process.BaseProcess:
         arguments = (rank, store.port, is_new, ends_at, served)
@@ -101,15 +101,15 @@ def main() -> None:
         return process
 
     processes = [start(rank, is_new=False) for rank in range(RANKS)]
-    while not served.value:  # until all have started, and made the communicator
+    while not any(served):  # until all have started, and made the communicator
         time.sleep(0.01)
         require_alive(processes)
     began = time.monotonic()
     ends_at.value, kill_at = began + options.seconds, began + 0.2 * options.seconds
     while any(process.is_alive() for process in processes):
-        before, since = served.value, time.monotonic()
+        before, since = sum(served), time.monotonic()
         time.sleep(1.0)
-        rate = (served.value - before) / (time.monotonic() - since)
+        rate = (sum(served) - before) / (time.monotonic() - since)
         print(f"{time.monotonic() - began:5.1f} s: {rate:,.0f} tokens/s", flush=True)
         require_alive(processes)
         if kill_at < time.monotonic() < ends_at.value - 0.3 * options.seconds:

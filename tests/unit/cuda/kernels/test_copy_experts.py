@@ -13,6 +13,7 @@ from simulated_nodes import Rank
 
 from comparison import assert_same_bits
 from fusco import Capacity, ExpertPlacement, Settings, Topology
+from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.rows import accumulation_dtype
 from fusco.cuda.failure import stall_of
 from fusco.cuda.kernels import copy_experts as kernel
@@ -145,3 +146,32 @@ def test_a_rank_that_does_not_come_is_named_and_leaves_no_copies(folder):
         assert (spares.view(torch.uint8) == 0xFF).all()
         stall = stall_of(arena.failure, arena.node_ranks)
         assert (stall.phase, stall.on_ranks) == ("copying experts", (absent,))
+
+
+def test_without_an_absent_home_places_are_zero_and_other_copies_are_right(folder):
+    """Replays of a graph that was captured before a rank was lost leave no weights of an earlier replay in a place."""
+    found_before_others = 0
+    for seed in range(3):
+        batch = Batch(4, 8, 2, seed)
+        homes = [[int(batch.homes[number]) for number in batch.copies(rank)] for rank in range(4)]
+        absent = next((row[0] for row in homes if len(set(row)) > 1), homes[int(batch.plan.ranks[0])][0])
+
+        def program(at: Rank, batch=batch, absent=absent) -> torch.Tensor:
+            spares = torch.full((2, 50), 7.0)
+            if at.rank != absent:
+                at.arena.begin_again(1 << absent)
+            at.session.agree(CollectiveFingerprint("all have begun again"))
+            if at.rank != absent:
+                weights = torch.tensor(batch.experts(at.rank)).float()[:, None].expand(-1, 50).contiguous() + 1
+                batch.launch(at, [weights], [spares])
+                at.machine_is_idle()
+            return spares
+
+        for rank, spares in enumerate(batch.run(program, folder, order=seed)):
+            if rank != absent:
+                copied = batch.copies(rank)
+                values_of = [0 if batch.homes[number] == absent else number + 1 for number in copied]
+                found_before_others += values_of[:1] == [0] and any(values_of)
+                assert spares[:, 0].tolist() == values_of + [0] * (2 - len(copied))
+                assert (spares == spares[:, :1]).all()
+    assert found_before_others, "a copy follows one whose home is absent"

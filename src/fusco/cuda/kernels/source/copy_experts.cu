@@ -160,8 +160,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_experts(const __g
     __syncthreads();
     const Message *const sends = IS_SUM ? of_places : of_homes, *const receives = IS_SUM ? of_homes : of_places;
     const i32 num_sends = sizes[IS_SUM], num_receives = sizes[!IS_SUM];
-    // Places behind the last copy; if a home is absent, more of them.
-    for (i32 place = num_receives; !IS_SUM && place < args.spare_places; ++place) fill_place(args, place, 0);
+    for (i32 place = 0, next = 0; !IS_SUM && place < args.spare_places; ++place) {
+        if (next < num_receives && receives[next].place == place) ++next;
+        else fill_place(args, place, 0);  // behind the last copy, or of an expert whose home is absent
+    }
     Cursor sent, received;
     sent.settle(args, num_sends), received.settle(args, num_receives);
     while (sent.message < num_sends || received.message < num_receives) {
