@@ -7,6 +7,8 @@ from functools import cache
 
 from fusco.cuda.kernels.abi import I32, POINTER, U32, U64, struct
 
+ABSENT_RANKS = 12  # of State of comm.cuh
+
 
 class Failure(ctypes.Structure):
     """``Failure`` of comm.cuh: the first wait that timed out or was aborted."""

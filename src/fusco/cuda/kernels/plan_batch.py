@@ -19,6 +19,7 @@ from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.cuda.kernels.abi import I32, POINTER, WARP_SIZE, pinned, struct
 from fusco.cuda.kernels.choose_owners import DeviceOwnerTables
+from fusco.cuda.kernels.comm import ABSENT_RANKS
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.tuning import PLAN_BATCH_WARPS
 
@@ -30,7 +31,7 @@ _OWNERS = "expert_to_first owners owner_to_rank quotas expert_to_divided divided
 # ``BatchArgs`` of plan_batch.cu.
 BatchArgs = struct(
     "BatchArgs",
-    (POINTER, f"counts order first homes empty_places tried header rows_per_expert copies {_OWNERS}"),
+    (POINTER, f"counts order first homes empty_places tried header rows_per_expert copies {_OWNERS} absent"),
     (ctypes.c_double, "aim_over_mean rows_per_copy"),
     (I32, "num_ranks num_experts places_per_rank spare_places ranks_per_node max_divided"),
 )
@@ -134,6 +135,7 @@ def plan_batch(
         rows_per_expert=result + 4 * _HEADER_INTS,
         copies=result + 4 * (_HEADER_INTS + num_experts),
         **{name: getattr(tables, name).data_ptr() for name in _OWNERS.split()},
+        absent=launcher.comm.state + 4 * ABSENT_RANKS,
         aim_over_mean=1 + balance.tolerance,
         rows_per_copy=balance.rows_per_copy,
         num_ranks=num_ranks,

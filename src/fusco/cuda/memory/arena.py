@@ -13,12 +13,11 @@ from fusco.control.member_gather import Gather
 from fusco.core.errors import SharedMemoryError
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.abi import pinned
-from fusco.cuda.kernels.comm import Failure, Report, comm_type
+from fusco.cuda.kernels.comm import ABSENT_RANKS, Failure, Report, comm_type
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.memory.plan_report import PlanReport
 
 _NUM_STATE_WORDS = 16  # more than State of comm.cuh needs
-_ABSENT_RANKS = 12  # of State
 _END_WAITS, _NETWORK_HAS_FAILED = 1, 2  # Abort of comm.cuh
 
 
@@ -135,7 +134,7 @@ class Arena:
         self.memory[: at["ids"]].zero_()
         self.memory[at["end"] :].zero_()  # counts and their flags
         self._state.zero_()
-        self._state[_ABSENT_RANKS] = ctypes.c_int32(absent).value
+        self._state[ABSENT_RANKS] = ctypes.c_int32(absent).value
         for each in (self.failure, self.report, self._abort):
             ctypes.memset(ctypes.addressof(each), 0, ctypes.sizeof(each))
         self._clear_report()

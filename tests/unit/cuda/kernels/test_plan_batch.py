@@ -41,10 +41,11 @@ class Planned:
         self._folder = folder
         self._ranks_per_node = topology.ranks_per_node
 
-    def plan(self, counts: np.ndarray) -> BatchPlan:
+    def plan(self, counts: np.ndarray, absent: int = 0) -> BatchPlan:
         self.tables.counts.copy_(torch.from_numpy(counts))
 
         def program(at: Rank) -> BatchPlan:
+            at.arena.begin_again(absent)
             launcher = at.context.launcher(at.stream)
             result = plan_batch(launcher, self.batches, self.tables, self._ranks_per_node)
             divide_rows(launcher, self.tables, has_quotas=True)
@@ -95,6 +96,27 @@ def test_plans_and_owners_are_those_of_the_cpu(num_ranks, ranks_per_node, num_ex
         assert device.tables.bounds.numpy()[: len(bounds)][is_divided].tolist() == bounds[is_divided].tolist()
         num_copies, limits = num_copies + len(expected.experts), limits | {expected.limit}
     assert bool(num_copies) == (balance.spare_places > 0 and num_ranks > 1)
+
+
+@pytest.mark.parametrize("absent", [0, 2, 4])
+def test_once_a_rank_is_gone_a_graph_plans_for_those_that_are_left(absent, folder):
+    num_ranks, num_experts, balance = 5, 15, Balance(2, tolerance=0.0)
+    homes, num_copies = np.random.default_rng(1).permutation(num_experts) % num_ranks, 0
+    placement = ExpertPlacement.explicit(homes.tolist(), num_ranks).in_places(num_experts // num_ranks + 2)
+    device = Planned(placement, Topology((0,) * num_ranks), balance, (absent + 1) % num_ranks, folder)
+    left = np.array([rank for rank in range(num_ranks) if rank != absent])
+    (kept,) = np.nonzero(homes != absent)  # experts
+    for seed, exponent in enumerate((0.6, 1.2, 2.5)):
+        counts = counts_of(num_ranks, num_experts, exponent, seed)
+        counts[absent] = 0  # as share_counts counts them
+        seen = device.plan(counts, 1 << absent)
+        rows = counts.sum(axis=0)
+        expected = plan_on_cpu(rows[kept], np.searchsorted(left, homes[kept]), len(left), balance)
+        copies = kept[expected.experts].tolist(), left[expected.ranks].tolist(), expected.rows.tolist()
+        assert (seen.experts.tolist(), seen.ranks.tolist(), seen.rows.tolist()) == copies
+        assert seen.rows_per_expert.tolist() == np.where(homes == absent, 0, rows).tolist()
+        num_copies += len(seen.experts)
+    assert num_copies
 
 
 def test_a_batch_without_rows_has_no_copies(folder):

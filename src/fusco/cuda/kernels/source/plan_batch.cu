@@ -31,6 +31,7 @@ struct BatchArgs {
     i32* quotas;
     i32* expert_to_divided;
     i32* divided;
+    const u32* absent;         // bit r: rank r of the only node is gone, after a graph was captured; see State of comm.cuh
     double aim_over_mean, rows_per_copy;
     i32 num_ranks, num_experts, places_per_rank, spare_places, ranks_per_node, max_divided;
 };
@@ -38,6 +39,14 @@ static_assert(sizeof(BatchArgs) == ARGUMENT_BYTES, "plan_batch.py mirrors this s
 
 constexpr i32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
 constexpr i32 MOST = 0x7fffffff, ANY = 2;
+
+// A rank that is gone computes nothing: its experts have no rows, and it takes no copies.
+__device__ __forceinline__ bool is_absent(const BatchArgs& args, i32 rank) {
+    return rank < static_cast<i32>(WARP_SIZE) && (*args.absent >> rank & 1);
+}
+__device__ __forceinline__ i32 places_of(const BatchArgs& args, i32 rank) {
+    return is_absent(args, rank) ? 0 : args.spare_places;
+}
 
 // What a warp has of a batch while it copies experts.
 struct State {
@@ -118,7 +127,7 @@ __device__ Held hold(
     __syncwarp();
     for (i32 i = lane_index(); i < args.num_experts; i += WARP_SIZE) state.left[i] = rows[i];
     for (i32 i = lane_index(); i < num_ranks; i += WARP_SIZE)
-        state.loads[i] = before[i], state.places[i] = args.spare_places, state.sent[i] = 0;
+        state.loads[i] = before[i], state.places[i] = places_of(args, i), state.sent[i] = 0;
     __syncwarp();
     i32 giver_rule = way / 2, taker_rule = way % 2, num_copies = 0;
     i64 seed = way;
@@ -149,7 +158,7 @@ __device__ Held hold(
     i32 most_load = 0, most_copies = 0;
     for (i32 i = lane_index(); i < num_ranks; i += WARP_SIZE) {
         most_load = max(most_load, state.loads[i]);
-        most_copies = max(most_copies, max(state.sent[i], args.spare_places - state.places[i]));
+        most_copies = max(most_copies, max(state.sent[i], places_of(args, i) - state.places[i]));
     }
     most_load = static_cast<i32>(__reduce_max_sync(ALL_LANES, static_cast<u32>(most_load)));
     most_copies = static_cast<i32>(__reduce_max_sync(ALL_LANES, static_cast<u32>(most_copies)));
@@ -163,8 +172,8 @@ __device__ bool has_places(const BatchArgs& args, const State& state, const i32*
     i32 least = MOST, num_left = 0, num_used = 0, is_possible = 1;
     for (i32 i = lane_index(); i < args.num_experts; i += WARP_SIZE) state.left[i] = rows[i];
     for (i32 rank = lane_index(); rank < args.num_ranks; rank += WARP_SIZE) {
-        least = min(least, before[rank]);
-        num_left += before[rank] < cap ? args.spare_places : 0;
+        if (!is_absent(args, rank)) least = min(least, before[rank]);
+        num_left += before[rank] < cap ? places_of(args, rank) : 0;
     }
     const i32 most_room = cap - static_cast<i32>(__reduce_min_sync(ALL_LANES, static_cast<u32>(least)));
     __syncwarp();
@@ -231,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan_batch(const __gri
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) {
         i32 sum = 0;
         for (i32 rank = 0; rank < num_ranks; ++rank) sum += args.counts[static_cast<i64>(rank) * num_experts + expert];
+        if (is_absent(args, args.homes[expert] / args.places_per_rank)) sum = 0;
         args.rows_per_expert[expert] = rows[expert] = sum;
     }
     __syncthreads();
@@ -244,9 +254,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) plan_batch(const __gri
         total += before[rank], most = max(most, before[rank]);
     total = __reduce_add_sync(ALL_LANES, total);
     most = static_cast<i32>(__reduce_max_sync(ALL_LANES, static_cast<u32>(most)));
-    const i32 aim = max((total + num_ranks - 1) / num_ranks,
-                        static_cast<i32>(__dmul_rn(total, args.aim_over_mean) / static_cast<double>(num_ranks)));
-    const i32 all_ways = NUM_RULES + min(MOST_TRIES, NUM_TRIES / (num_ranks * num_ranks));
+    const i32 num_left = num_ranks - __popc(*args.absent);
+    const i32 aim = max((total + num_left - 1) / num_left,
+                        static_cast<i32>(__dmul_rn(total, args.aim_over_mean) / static_cast<double>(num_left)));
+    const i32 all_ways = NUM_RULES + min(MOST_TRIES, NUM_TRIES / (num_left * num_left));
     i32 num_best = 0, cap = aim, failed = aim, least_held = most, gap = max(1, aim / FIRST_GAP);
     bool is_aim_held = most <= aim;
     double least_cost = most;
