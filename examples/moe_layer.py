@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 import fusco
 
-# Under torchrun: on GPUs if this machine has one for each of its ranks.
+if "LOCAL_RANK" not in os.environ:
+    raise SystemExit("start it with torchrun: torchrun --nproc-per-node 4 examples/moe_layer.py")
+# On GPUs if this machine has one for each of its ranks.
 local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 device = f"cuda:{local_rank}" if torch.cuda.device_count() >= num_local_ranks else "cpu"
 if device != "cpu":

@@ -12,6 +12,9 @@ from fusco import fsdp
 
 NUM_SEQUENCES, LENGTH = 4, 64
 
+if "LOCAL_RANK" not in os.environ:
+    raise SystemExit("start it with torchrun: torchrun --nproc-per-node 4 examples/train_moe.py")
+
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -213,8 +213,10 @@ def test_a_failed_comparison_ends_the_command_with_1_and_says_where(monkeypatch)
 def test_what_cannot_run_here_is_skipped_with_its_reason(monkeypatch):
     monkeypatch.setattr(variants, "installed", lambda _: "5.17.0")
     assert variants.obstacle("transformers", "cuda", "bfloat16") == (
-        "transformers 5.17.0 has no all_to_all; 5.23 is the first"
+        "transformers 5.17.0 has no all_to_all; 5.23 is the first that has it"
     )
+    monkeypatch.setattr(variants, "installed", lambda _: "")
+    assert variants.obstacle("transformers", "cpu", "float32").startswith("transformers is not installed; 5.23 is")
     assert "no SMs" in variants.obstacle("fusco-32", "cpu", "float32")
     assert "rows sized exactly" in variants.obstacle("fusco-static", "cuda", "float32")
     assert not any(variants.obstacle(name, "cuda", "bfloat16") for name in ("fusco", "fusco-32", "fusco-static"))

@@ -15,7 +15,12 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.decode.experts import DecodeExperts, Rows
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.prefill.variants import deep_ep_version, obstacle_of_deep_ep
+from fusco.bench.prefill.variants import (
+    deep_ep_version,
+    obstacle_of_deep_ep,
+    obstacle_of_transformers,
+    transformers_all_to_all,
+)
 from fusco.bench.shuffle.baseline import BaselineShuffle, weighted_sum
 from fusco.core.config import Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
@@ -30,9 +35,10 @@ VARIANTS = {
     "deep_ep": "low-latency calls of DeepEP, masked rows, too",
     "allgather": "all-gather of all tokens and reduce-scatter of sums (NCCL or gloo), the default of vLLM",
     "baseline": "all_to_all_single between permutations, the baseline of fusco bench shuffle; the host waits for sizes",
+    "transformers": "transformers' own all_to_all expert parallelism; the host waits for sizes",
 }
 FUSCO = ("fusco", "fusco-masked", "fusco-deep_ep")
-EAGER = ("baseline",)  # whose host waits, so that no CUDA graph has them
+EAGER = ("baseline", "transformers")  # whose host waits, so that no CUDA graph has them
 
 # PyTorch 2.13 renamed them.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -199,8 +205,38 @@ class BaselineExchange(Exchange):
         return self._shuffle.combine(y, sent.ticket)
 
 
+class TransformersExchange(Exchange):
+    """The two halves of transformers' all_to_all expert parallelism, which moves tokens unquantised, by source rank."""
+
+    def __init__(self, job: DecodeJob) -> None:
+        mesh = dist.device_mesh.init_device_mesh(job.device, (job.num_ranks, 1), mesh_dim_names=("ep", "tp"))
+        experts = torch.nn.Module()
+        experts.num_experts = job.num_local_experts  # type: ignore[assignment]  # transformers' own says so, too
+        self._all_to_all = transformers_all_to_all()(experts, mesh["ep"], mesh["tp"])
+        self._num_local = job.num_local_experts
+
+    def rows_of(self, experts: DecodeExperts, x: torch.Tensor) -> Rows:  # noqa: ARG002  of the interface
+        """Return the tokens as they are."""
+        return (x,)
+
+    def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
+        """Send tokens; see ``Exchange``."""
+        arrived, ids, _, state = self._all_to_all._dispatch_tokens(rows[0], topk_idx, topk_weights)  # noqa: SLF001
+        by_expert, order = ids.flatten().sort(stable=True)
+        return Sent((arrived[order],), by_expert.bincount(minlength=self._num_local), (order, state))
+
+    def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
+        """Return sums; see ``Exchange``."""
+        order, state = sent.ticket
+        of_sources = torch.empty_like(y).index_copy_(0, order, y)
+        out: torch.Tensor = self._all_to_all._combine_tokens(of_sources, state)  # noqa: SLF001  as it calls it
+        return out.to(y.dtype)
+
+
 def obstacle(variant: str, device: str, dtype: str) -> str:
     """Return why a variant cannot run here; empty if it can."""
+    if variant == "transformers":
+        return obstacle_of_transformers()
     if variant in ("deep_ep", "fusco-deep_ep") and dtype == "float32":
         return "its low-latency rows are bfloat16"
     return _obstacle_of_deep_ep(device) if variant == "deep_ep" else ""
@@ -220,6 +256,8 @@ def make_exchange(name: str, job: DecodeJob, group: dist.ProcessGroup, stack: Ex
         return GatherExchange(group, job)
     if name == "baseline":
         return BaselineExchange(group, job)
+    if name == "transformers":
+        return TransformersExchange(job)
     if name == "deep_ep":
         return LowLatencyExchange(importlib.import_module("deep_ep"), group, job, stack)
     if name == "fusco-deep_ep":

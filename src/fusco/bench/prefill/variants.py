@@ -56,8 +56,8 @@ def obstacle(variant: str, device: str, dtype: str) -> str:
         found = "there are no SMs on the CPU"
     elif variant == "fusco-static" and (device, dtype) == ("cuda", "float32"):
         found = "PyTorch's grouped product on CUDA takes bfloat16 only, and a loop needs rows sized exactly"
-    elif variant == "transformers" and not is_recent(installed("transformers"), _LEAST_TRANSFORMERS):
-        found = f"transformers {installed('transformers')} has no all_to_all; {_LEAST_TRANSFORMERS} is the first"
+    elif variant == "transformers":
+        found = obstacle_of_transformers()
     elif variant == "deep_ep":
         found = obstacle_of_deep_ep(device)
     return found
@@ -72,6 +72,21 @@ def obstacle_of_deep_ep(device: str) -> str:
     except (ImportError, OSError) as error:
         return f"deep_ep cannot be imported: {error}"
     return f"deep_ep {version} needs GPUs" if device == "cpu" and "fusco" not in version else ""
+
+
+def obstacle_of_transformers() -> str:
+    """Return why transformers' ``all_to_all`` cannot run; empty if it can."""
+    found = installed("transformers")
+    if is_recent(found or "0", _LEAST_TRANSFORMERS):
+        return ""
+    what = f"transformers {found} has no all_to_all" if found else "transformers is not installed"
+    return f"{what}; {_LEAST_TRANSFORMERS} is the first that has it"
+
+
+def transformers_all_to_all() -> Any:
+    """Return the class of transformers' ``all_to_all``, of experts and two meshes."""
+    module: Any = importlib.import_module("transformers.distributed.expert_parallel")
+    return module.EPImplementationInterface()["all_to_all"]
 
 
 def deep_ep_version() -> str:
@@ -139,7 +154,6 @@ def _dispatcher(name: str, job: PrefillJob, group: dist.ProcessGroup, stack: Exi
 
 
 def _transformers_layers(job: PrefillJob, experts: Sequence[Experts], clock: CallClock) -> list[Layer]:
-    module: Any = importlib.import_module("transformers.distributed.expert_parallel")
     mesh = dist.device_mesh.init_device_mesh(job.device, (job.num_ranks, 1), mesh_dim_names=("ep", "tp"))
-    all_to_all = module.EPImplementationInterface()["all_to_all"]
+    all_to_all = transformers_all_to_all()
     return [TimedTransformersLayer(all_to_all(each.module, mesh["ep"], mesh["tp"]), clock) for each in experts]
