@@ -156,9 +156,9 @@ def _has_places(givers: Any, cap: int) -> Any:
     """Return False if ranks with room have too few places, even if each could take as much as the one of most room."""
     most_room, num_left, left = cap - givers.loads.min(), givers.places[givers.loads < cap].sum(), givers.rows.copy()
     for giver in range(len(givers.loads)):
-        surplus, mine = givers.loads[giver] - cap, givers.order[givers.first[giver] : givers.first[giver + 1]]
+        surplus = givers.loads[giver] - cap
         while surplus > 0 and num_left >= 0:
-            expert = _largest(mine, left)
+            expert = _largest(givers, giver, left)
             moved = min(left[expert], most_room)
             if moved <= 0:
                 return False
@@ -171,22 +171,30 @@ def _has_places(givers: Any, cap: int) -> Any:
 @compiled()
 def _hold(givers: Any, cap: int, num_ways: int, copies: Any, loads: Any) -> Any:
     """Copy experts until no rank has more rows than ``cap``; return how many, or -1 if places do not suffice."""
-    left, places = np.empty_like(givers.rows), np.empty_like(givers.places)
-    for way in range(num_ways):
-        num = _hold_in_one_way(givers, cap, way, copies, loads, left, places)
+    left, places, slack = givers.rows.copy(), givers.places.copy(), np.int64(0)
+    for rank in range(len(loads)):  # the room that may stay empty: a rank without places fills no more of its own
+        loads[rank] = givers.loads[rank]
+        slack += cap - loads[rank] if places[rank] > 0 else min(cap - loads[rank], 0)
+    for way in range(num_ways if slack >= 0 else 0):
+        num = _hold_in_one_way(givers, cap, way, slack, copies, loads, left, places)
         if num >= 0:
             return num
+        for i in range(-1 - num):  # as before: most ways end after a few copies
+            left[copies[i, 0]] += copies[i, 2]
+        for rank in range(len(loads)):
+            loads[rank], places[rank] = givers.loads[rank], givers.places[rank]
     return -1
 
 
 @compiled()
-def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any, left: Any, places: Any) -> int:
-    """Try ``_hold``. Ways 0 to 3 follow one rule for givers and one for takers; others draw both at every step."""
-    num, num_new, slack = 0, 0, np.int64(0)
-    loads[:], left[:], places[:] = givers.loads, givers.rows, givers.places
-    for rank in range(len(loads)):  # the room that may stay empty: a rank without places fills no more of its own
-        slack += cap - loads[rank] if places[rank] > 0 else min(cap - loads[rank], 0)
-    giver_rule, taker_rule, seed = way // 2, way % 2, way
+def _hold_in_one_way(
+    givers: Any, cap: int, way: int, slack: Any, copies: Any, loads: Any, left: Any, places: Any
+) -> int:
+    """Try ``_hold``; return the number of copies, or if places do not suffice, -1 minus it.
+
+    Ways 0 to 3 follow one rule for givers and one for takers; others draw both at every step.
+    """
+    num, num_new, giver_rule, taker_rule, seed = 0, 0, way // 2, way % 2, way
     while slack >= 0:
         if way >= NUM_RULES:
             seed = _next(seed)
@@ -194,11 +202,12 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any, l
         giver = _giver(loads, cap, giver_rule, seed)
         if giver < 0:
             return num
-        mine = givers.order[givers.first[giver] : givers.first[giver + 1]]
-        expert, taker = _known_copy(givers.has, mine, left, loads, places, cap)
+        expert, taker = -1, -1
+        if len(givers.has):
+            expert, taker = _known_copy(givers, giver, left, loads, places, cap)
         if taker < 0:
             num_new += 1
-            expert = _largest(mine, left)
+            expert = _largest(givers, giver, left)
             if taker_rule == _ANY:
                 taker = _some(loads, places, cap, -1, _next(seed))
             else:
@@ -206,7 +215,7 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any, l
                 taker = _taker(loads, places, cap, giver, givers.ranks_per_node, wanted)
         moved = min(loads[giver] - cap, left[expert], cap - loads[taker])
         if taker < 0 or moved <= 0 or num_new > givers.max_new:
-            return -1
+            break
         copies[num, 0], copies[num, 1], copies[num, 2] = expert, taker, moved
         num += 1
         left[expert] -= moved
@@ -215,7 +224,7 @@ def _hold_in_one_way(givers: Any, cap: int, way: int, copies: Any, loads: Any, l
         places[taker] -= 1
         if places[taker] == 0:
             slack -= cap - loads[taker]
-    return -1
+    return -1 - num
 
 
 @compiled()
@@ -252,25 +261,26 @@ def _some(loads: Any, places: Any, cap: int, sign: int, seed: Any) -> Any:
 
 
 @compiled()
-def _largest(experts: Any, left: Any) -> Any:
-    """Return the expert with the most rows left, -1 of none."""
+def _largest(givers: Any, rank: int, left: Any) -> Any:
+    """Return the expert of a rank with the most rows left, -1 of none."""
     largest = np.int64(-1)
-    for expert in experts:
+    for i in range(givers.first[rank], givers.first[rank + 1]):
+        expert = givers.order[i]
         if largest < 0 or left[expert] > left[largest]:
             largest = expert
     return largest
 
 
 @compiled()
-def _known_copy(has: Any, experts: Any, left: Any, loads: Any, places: Any, cap: int) -> tuple[int, int]:
+def _known_copy(givers: Any, giver: int, left: Any, loads: Any, places: Any, cap: int) -> tuple[int, int]:
     """Return the expert and rank of the copy, of those that exist, which takes the most rows; -1 twice if none does."""
     most, best, taker = np.int64(0), np.int64(-1), -1
-    if len(has):
-        for expert in experts:
-            for rank in range(len(loads)):
-                takes = min(left[expert], cap - loads[rank])
-                if has[expert, rank] and places[rank] > 0 and takes > most:
-                    most, best, taker = takes, expert, rank
+    for i in range(givers.first[giver], givers.first[giver + 1]):
+        expert = givers.order[i]
+        for rank in range(len(loads)):
+            takes = min(left[expert], cap - loads[rank])
+            if givers.has[expert, rank] and places[rank] > 0 and takes > most:
+                most, best, taker = takes, expert, rank
     return best, taker
 
 
