@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from one_rank import OneRank, case_of, taken
 
 import fusco
 from comparison import assert_same_bits
-from fusco.control.session import Session
 from generator import values
+from repeats import noted_repeats
 
 pytestmark = pytest.mark.cuda
 
@@ -23,15 +22,7 @@ FIRST_CALLS = 2  # validated in full; known, and kept
 @pytest.fixture
 def repeated() -> Iterator[list[str]]:
     """Names of the calls that were repeated."""
-    operations: list[str] = []
-    repeat = Session.repeat
-
-    def noted(session, operation, *arguments):
-        is_repeated = repeat(session, operation, *arguments)
-        operations.extend([operation] * is_repeated)
-        return is_repeated
-
-    with mock.patch.object(Session, "repeat", noted):
+    with noted_repeats() as operations:
         yield operations
 
 

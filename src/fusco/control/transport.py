@@ -27,17 +27,30 @@ class Ticket:
         self.is_done = False
 
 
-class Transport(Protocol):
+class Network(Protocol):
+    """What a watchdog asks of a network; a ``Transport`` is one."""
+
+    @property
+    def failure(self) -> str:
+        """The first error of the network; empty while it works."""
+
+    def poll(self) -> bool:
+        """Progress messages without blocking; return whether any bytes moved."""
+
+    def awaited_sockets(self) -> list[int] | None:
+        """Return the sockets that messages wait for, by ``readable`` and ``writable``.
+
+        ``None`` if they are unknown, so that every wait must poll.
+        """
+
+
+class Transport(Network, Protocol):
     """Messages between this rank and ranks of other nodes, progressed by polling in the calling thread.
 
     There is no I/O thread: a message takes the network's time and a few microseconds, where one of gloo takes hundreds,
     as it passes through threads. Messages from one rank to another arrive in the order of sending, and must be received
     in that order.
     """
-
-    @property
-    def failure(self) -> str:
-        """The first error of the network; empty while it works."""
 
     def send(self, message: Message, dst: int) -> Ticket:
         """Start to send a message, which must not change until the ticket is done."""
@@ -47,12 +60,6 @@ class Transport(Protocol):
 
         ``on_done`` is called as soon as the message has arrived.
         """
-
-    def poll(self) -> bool:
-        """Send and receive without blocking; return whether any bytes moved."""
-
-    def awaited_sockets(self) -> list[int] | None:
-        """Return the sockets that messages wait for, see ``Network``."""
 
     @property
     def unflushed_peers(self) -> tuple[int, ...]:

@@ -6,11 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from fusco.control.counters import Counters, CounterWait
 from fusco.control.fault_finder import FaultFinder, Peer
 from fusco.control.status_server import StatusServer
+from fusco.control.transport import Network
 from fusco.core.errors import ClosedError, Stall
 
 _WAITING = 0.7  # share of the limit that a wait without progress takes
@@ -22,23 +23,6 @@ _SECONDS_BETWEEN_CHECKS = 0.02
 
 _MAX_MOVING_S = 1.0  # after a failure, of a wait in which something still moves
 _MAX_SETTLING_IN_CHECK_S = 0.02  # as a loop calls ``check`` after each step
-
-
-class Network(Protocol):
-    """What a watchdog asks of a network; a ``Transport`` is one."""
-
-    @property
-    def failure(self) -> str:
-        """The first error of the network; empty while it works."""
-
-    def poll(self) -> bool:
-        """Progress messages without blocking; return whether any bytes moved."""
-
-    def awaited_sockets(self) -> list[int] | None:
-        """Return the sockets that messages wait for, by ``readable`` and ``writable``.
-
-        ``None`` if they are unknown, so that every wait must poll.
-        """
 
 
 class Watchdog(FaultFinder):

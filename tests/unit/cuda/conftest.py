@@ -8,21 +8,14 @@ from unittest import mock
 
 import pytest
 
-from fusco.control.session import Session
 from fusco.cuda.kernels import plan as plan_kernel
+from repeats import noted_repeats
 
 
 @pytest.fixture
 def repeated_operations():
     """Names of the calls that were repeated."""
-    operations, repeat = [], Session.repeat
-
-    def noted(session, operation, *arguments):
-        is_repeated = repeat(session, operation, *arguments)
-        operations.extend([operation] * is_repeated)
-        return is_repeated
-
-    with mock.patch.object(Session, "repeat", noted):
+    with noted_repeats() as operations:
         yield operations
 
 
