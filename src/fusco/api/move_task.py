@@ -63,6 +63,13 @@ class RankTransfers:
             step=f"{step + 1} of {self.num_steps}",
         )
 
+    def counts(self, step: int) -> list[tuple[int, ...]]:
+        """Return the counts of all ranks' requests of a step."""
+        begin, end = self._steps.pieces(step)
+        num_bytes = np.zeros((self.plan.topology.world_size,) * 2, np.int64)
+        np.add.at(num_bytes, (self.plan.src_ranks, self.plan.dst_ranks), end - begin)
+        return list(map(tuple, np.concatenate((num_bytes, num_bytes.T), axis=1).tolist()))
+
     def end(self, step: int, request: MoveRequest) -> None:
         """Note what has arrived in a step."""
         begin, end = self._steps.pieces(step)

@@ -24,7 +24,7 @@ from fusco.core.movable import require_movable_tensors
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype, wants_grad
-from fusco.engine.base import Pending
+from fusco.engine.base import KnownCall, Pending, Request
 from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.placement.move_steps import MoveSteps, fast_step_bytes
 from fusco.placement.moves import MovePlan, Placement, as_places
@@ -142,7 +142,9 @@ class ExpertMoves(Exchanges):
 
         On CUDA the host waits for the device once, before the new experts are put into their places.
         """
-        self._start_move(weights, old, new, targets, load, None).wait()
+        move, transfers, fields = self._planned_move(weights, old, new, targets, load, None)
+        self._run_steps("move_experts", fields, transfers)
+        self._end_move(partial(move.put, transfers.arrived), is_held=False)
 
     @uncompiled
     def start_moving_experts(
@@ -169,7 +171,11 @@ class ExpertMoves(Exchanges):
             pace: size of a step, and the share of time; ``None`` means the defaults. Steps must be of the same size on
                 all ranks.
         """
-        return self._start_move(weights, old, new, targets, load, pace or Pace())
+        pace = pace or Pace()
+        move, transfers, fields = self._planned_move(weights, old, new, targets, load, pace)
+        self._agree(CollectiveFingerprint("move_experts", fields))
+        end = partial(self._end_move, partial(move.put, transfers.arrived))
+        return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
 
     @uncompiled
     def prefetch_experts(
@@ -206,14 +212,14 @@ class ExpertMoves(Exchanges):
             rank, placement = self._validator.rank, self._owners.of_members(self.placement)
             copies = Copies.of(self._renumbered(plan), placement, self.topology, spare_places)
             self._require_homes(weights, placement)
-        self._agree_to_prefetch(weights, describe_places(copies.places))
+        fields = _describe_copies(weights, describe_places(copies.places))
         homes = ExpertMemory(weights)
         moves = copies.moves(homes.bytes_per_expert)
 
         def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
             return homes.pieces(copies.held_place(int(moves.experts[i]), rank), begin, end)
 
-        arrived = self._run_moves("prefetch_experts", moves, read)
+        arrived = self._run_moves("prefetch_experts", fields, moves, read)
         spares = tuple(weight.new_zeros((spare_places, *weight.shape[1:])) for weight in weights)
         copies.put(spares, moves, arrived, rank)
         return with_gradients(weights, spares, partial(self._return_gradients, copies))
@@ -226,7 +232,8 @@ class ExpertMoves(Exchanges):
             require_movable_tensors("prefetch_experts")
             self._owners.check_plan(plan, spare_places)
             self._require_homes(weights, plan.placement)
-        self._agree_to_prefetch(weights, f"{spare_places} places, of the device")
+        fields = _describe_copies(weights, f"{spare_places} places, of the device")
+        self._agree(CollectiveFingerprint("prefetch_experts", fields))
         sources = [weight.detach() for weight in weights]
         spares = tuple(weight.new_empty((spare_places, *weight.shape[1:])) for weight in sources)
         self._owners.copy_experts(plan, sources, spares, is_sum=False)
@@ -245,15 +252,7 @@ class ExpertMoves(Exchanges):
         num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
         self._validator.require_experts("weights", weights, num_homes)
 
-    def _agree_to_prefetch(self, weights: Weights, copies: str) -> None:
-        fields: Fields = {
-            "copies": copies,
-            "experts": describe_experts(weights),
-            "requires_grad": str(list(map(wants_grad, weights))),
-        }
-        self._agree(CollectiveFingerprint("prefetch_experts", fields))
-
-    def _start_move(
+    def _planned_move(
         self,
         weights: Weights | None,
         old: Placement,
@@ -261,8 +260,8 @@ class ExpertMoves(Exchanges):
         targets: Weights | None,
         load: Load | None,
         pace: Pace | None,
-    ) -> MoveTask:
-        """Begin a move at a pace, or as fast as possible."""
+    ) -> tuple[PlacementMove, RankTransfers, Fields]:
+        """Return a move at a pace, or as fast as possible: its plan, what it sends, and what all ranks compare."""
         with self.rejecting():
             self._require_eager("move_experts")
             placements = self._of_members(old, "old"), self._of_members(new, "new")
@@ -271,13 +270,9 @@ class ExpertMoves(Exchanges):
             self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
             name = "weights" if move.is_in_place else "targets"
             self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
-            pace = pace or Pace(step_bytes=fast_step_bytes(move.plan))
-            steps = MoveSteps(move.plan, pace.step_bytes)
-        fields = {**move.fields, "step_bytes": pace.step_bytes}
-        self._agree(CollectiveFingerprint("move_experts", fields))
-        transfers = RankTransfers(steps, rank, move.read, self._engine.staging, pace.num_sms)
-        end = partial(self._end_move, partial(move.put, transfers.arrived))
-        return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
+            steps = MoveSteps(move.plan, pace.step_bytes if pace else fast_step_bytes(move.plan))
+            transfers = RankTransfers(steps, rank, move.read, self._engine.staging, pace.num_sms if pace else None)
+        return move, transfers, {**move.fields, "step_bytes": pace.step_bytes if pace else 0}
 
     def _of_members(self, placement: Placement, name: str) -> IntArray:
         """Return the places of the ranks that are left; ``ValueError`` if absent ones are to have experts."""
@@ -304,20 +299,32 @@ class ExpertMoves(Exchanges):
         def read(i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
             return memory.pieces(copies.place_of_copy[i], begin, end)
 
-        arrived = self._run_moves("prefetch_experts (gradients)", moves, read)
+        arrived = self._run_moves("prefetch_experts (gradients)", {}, moves, read)
         return copies.sums(shapes, moves, arrived, grads[0])
 
     def _run_moves(
-        self, name: str, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
+        self, name: str, fields: Fields, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         """Run all steps of moves; return what has arrived here, by transfer."""
         steps = MoveSteps(moves, fast_step_bytes(moves))
         transfers = RankTransfers(steps, self._validator.rank, read, self._engine.staging)
-        for step in range(transfers.num_steps):
-            request = transfers.request(step)
-            self._exchange_step(name, request, is_held=False)
-            transfers.end(step, request)
+        self._run_steps(name, fields, transfers)
         return transfers.arrived
+
+    def _run_steps(self, name: str, fields: Fields, transfers: RankTransfers) -> None:
+        """Agree with all ranks once, then run all steps: each rank begins the next as soon as its own part is done."""
+
+        def prepare(_: Request, call: Call) -> Pending[None]:
+            def run(_: Sequence[tuple[int, ...]]) -> None:
+                for step in range(transfers.num_steps):
+                    request = transfers.request(step)
+                    self._engine.prepare_all_to_all(request, call).run(transfers.counts(step))
+                    transfers.end(step, request)
+
+            return Pending((), run)
+
+        request = Request(known=KnownCall(CollectiveFingerprint(name, fields)))
+        run_collective(self._session, self._engine, name, lambda: request, prepare)
 
     def _exchange_step(self, name: str, request: MoveRequest, is_held: bool) -> bool:  # noqa: FBT001  of a ``MoveTask``
         """Exchange the bytes of a step; return False, having moved nothing, if a rank holds back."""
@@ -346,3 +353,9 @@ class ExpertMoves(Exchanges):
     def _require_eager(self, verb: str) -> None:
         require_movable_tensors(verb)
         self._validator.require_not_capturing(verb)
+
+
+def _describe_copies(weights: Weights, copies: str) -> Fields:
+    """Return what all ranks compare before copies of a batch."""
+    is_needed = str(list(map(wants_grad, weights)))
+    return {"copies": copies, "experts": describe_experts(weights), "requires_grad": is_needed}
