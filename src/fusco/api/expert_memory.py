@@ -52,15 +52,15 @@ class ExpertMemory:
             if begin < last and first < end:
                 yield as_bytes(tensor[place])[max(begin - first, 0) : end - first]
 
-    def write(self, place: int, pieces: Sequence[torch.Tensor]) -> None:
-        """Write the bytes of an expert, in order, to a place."""
-        begin = 0
+    def write(self, place: int, pieces: Sequence[torch.Tensor], begin: int = 0) -> None:
+        """Write the bytes of an expert, in order, to a place; from byte ``begin`` on."""
+        first = 0
         for piece in pieces:
-            end = begin + len(piece)
-            for target in self.pieces(place, begin, end):
-                target.copy_(piece[: len(target)])
-                piece = piece[len(target) :]  # noqa: PLW2901  what is left
-            begin = end
+            rest, end = piece[max(begin - first, 0) :], first + len(piece)
+            for target in self.pieces(place, max(begin, first), end):
+                target.copy_(rest[: len(target)])
+                rest = rest[len(target) :]
+            first = end
 
     def count_as_changed(self) -> None:
         """Count a change in place of all tensors."""

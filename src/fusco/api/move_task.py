@@ -46,9 +46,10 @@ class RankTransfers:
         self._received = _of_rank(self.plan.dst_ranks, self.plan.src_ranks, rank)
         self._staging, self._num_filled = make_staging(len(self._received) * self.plan.bytes_per_expert), 0
         self.arrived: dict[int, list[torch.Tensor]] = {i: [] for i in self._received}  # bytes by transfer, in order
+        self.moved = np.zeros(len(self.plan.experts), np.int64)  # bytes of each transfer in all complete steps
 
-    def request(self, step: int) -> MoveRequest:
-        """Return the request of a step, once all steps before it are complete."""
+    def request(self, step: int, meanwhile: Iterator[bool] | None = None) -> MoveRequest:
+        """Return the request of a step, once all steps before it are complete; see ``AllToAllRequest``."""
         begin, end = self._steps.pieces(step)
         sent, received = ([(i, int(begin[i]), int(end[i])) for i in of] for of in (self._sent, self._received))
         pieces = [piece for transfer in sent for piece in self._pieces(*transfer)]
@@ -60,6 +61,7 @@ class RankTransfers:
             send_rows=self._by_rank(self.plan.dst_ranks, sent),
             receive_rows=self._by_rank(self.plan.src_ranks, received),
             num_sms=self._num_sms,
+            meanwhile=meanwhile,
             step=f"{step + 1} of {self.num_steps}",
         )
 
@@ -79,6 +81,7 @@ class RankTransfers:
                 self.arrived[i].append(request.output[first : first + size])
                 first += size
         self._num_filled += first
+        self.moved = end
 
     def _pieces(self, i: int, begin: int, end: int) -> Iterator[torch.Tensor]:
         if begin == end:

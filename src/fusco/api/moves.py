@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusco.api.collective import run_collective
+from fusco.api.early_swaps import EarlySwaps
 from fusco.api.exchanges import Exchanges
 from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
@@ -143,8 +144,16 @@ class ExpertMoves(Exchanges):
         On CUDA the host waits for the device once, before the new experts are put into their places.
         """
         move, transfers, fields = self._planned_move(weights, old, new, targets, load, None)
-        self._run_steps("move_experts", fields, transfers)
-        self._end_move(partial(move.put, transfers.arrived), is_held=False)
+        swaps = EarlySwaps(move, transfers)
+        try:
+            meanwhile = swaps.advance()
+            self._run_steps("move_experts", fields, transfers, meanwhile)
+            while not self._engine.is_asynchronous and next(meanwhile):  # as others are not done yet
+                pass
+            self._end_move(swaps.put, is_held=False)
+        except BaseException:
+            swaps.undo()
+            raise
 
     @uncompiled
     def start_moving_experts(
@@ -174,7 +183,7 @@ class ExpertMoves(Exchanges):
         pace = pace or Pace()
         move, transfers, fields = self._planned_move(weights, old, new, targets, load, pace)
         self._agree(CollectiveFingerprint("move_experts", fields))
-        end = partial(self._end_move, partial(move.put, transfers.arrived))
+        end = partial(self._end_move, partial(move.put, transfers.arrived, {}))
         return MoveTask(transfers, pace, partial(self._exchange_step, "move_experts"), end)
 
     @uncompiled
@@ -270,9 +279,10 @@ class ExpertMoves(Exchanges):
             self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
             name = "weights" if move.is_in_place else "targets"
             self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
-            steps = MoveSteps(move.plan, pace.step_bytes if pace else fast_step_bytes(move.plan))
-            transfers = RankTransfers(steps, rank, move.read, self._engine.staging, pace.num_sms if pace else None)
-        return move, transfers, {**move.fields, "step_bytes": pace.step_bytes if pace else 0}
+            step_bytes = pace.step_bytes if pace else fast_step_bytes(move.plan)
+            steps, num_sms = MoveSteps(move.plan, step_bytes), pace.num_sms if pace else None
+            transfers = RankTransfers(steps, rank, move.read, self._engine.staging, num_sms)
+        return move, transfers, {**move.fields, "step_bytes": step_bytes, "has_pace": str(pace is not None)}
 
     def _of_members(self, placement: Placement, name: str) -> IntArray:
         """Return the places of the ranks that are left; ``ValueError`` if absent ones are to have experts."""
@@ -311,13 +321,15 @@ class ExpertMoves(Exchanges):
         self._run_steps(name, fields, transfers)
         return transfers.arrived
 
-    def _run_steps(self, name: str, fields: Fields, transfers: RankTransfers) -> None:
+    def _run_steps(
+        self, name: str, fields: Fields, transfers: RankTransfers, meanwhile: Iterator[bool] | None = None
+    ) -> None:
         """Agree with all ranks once, then run all steps: each rank begins the next as soon as its own part is done."""
 
         def prepare(_: Request, call: Call) -> Pending[None]:
             def run(_: Sequence[tuple[int, ...]]) -> None:
                 for step in range(transfers.num_steps):
-                    request = transfers.request(step)
+                    request = transfers.request(step, meanwhile)
                     self._engine.prepare_all_to_all(request, call).run(transfers.counts(step))
                     transfers.end(step, request)
 

@@ -88,8 +88,11 @@ class PlacementMove:
         """Yield bytes of the expert of transfer ``i``, which this rank has."""
         return self.sources.pieces(self._old_place[int(self.plan.experts[i])], begin, end)
 
-    def put(self, arrived: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Write all new experts to their places: those that have arrived, by transfer, and those that were here."""
+    def put(self, arrived: Mapping[int, Sequence[torch.Tensor]], num_there: Mapping[int, int]) -> None:
+        """Write all new experts to their places: those that have arrived, by transfer, and those that were here.
+
+        ``num_there`` has, by expert, how many of the first bytes are in their place already.
+        """
         pieces = {**self.loaded, **{int(self.plan.experts[i]): of for i, of in arrived.items()}}
         old, num_bytes = self.old[self.rank], self.sources.bytes_per_expert
         written = [
@@ -102,7 +105,7 @@ class PlacementMove:
                 here = self.sources.pieces(self._old_place[expert], 0, num_bytes)
                 pieces[expert] = [piece.clone() for piece in here] if self._are_shared else [*here]
             for place, expert in written:
-                self.targets.write(place, pieces[expert])
+                self.targets.write(place, pieces[expert], num_there.get(expert, 0))
         if written:
             self.targets.count_as_changed()
 

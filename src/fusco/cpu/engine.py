@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from fusco.control.connect import Connections, connecting
-from fusco.control.counters import Counters
 from fusco.control.tcp_transport import TcpTransport
 from fusco.control.transport import Mesh, Transport
 from fusco.core.config import EngineConfig
@@ -61,7 +60,7 @@ from fusco.engine.base import (
 from fusco.engine.byte_stream import run_stream
 from fusco.engine.published_rows import PublishedRows
 from fusco.engine.quantizer import Origin
-from fusco.engine.tasks import Task, run_tasks
+from fusco.engine.tasks import Awaited, Task, run_tasks
 from fusco.planner.balancer import balance_by_lanes
 from fusco.planner.forwarding import NodeForwarding, select_tokens
 from fusco.planner.rank_lanes import RankLanes
@@ -322,7 +321,7 @@ class CpuEngine:
             with call.profile.spend("wire"):
                 input_, output = request.memories
                 source = JoinedPieces(request.pieces) if request.pieces else input_
-                self._run(self._schedule_tasks(rank_schedule, [source, output], call))
+                self._run(self._schedule_tasks(rank_schedule, [source, output], call), meanwhile=request.meanwhile)
             return request
 
         return Pending(request.counts, run)
@@ -351,9 +350,11 @@ class CpuEngine:
         self._resources.close()
         self._recycler.close()
 
-    def _run(self, tasks: Sequence[Task], awaited: Callable[[], Counters] | None = None) -> None:
+    def _run(
+        self, tasks: Sequence[Task], awaited: Awaited | None = None, meanwhile: Iterator[bool] | None = None
+    ) -> None:
         """Run tasks to their end, and send what peers still wait for, since this rank may not poll again for long."""
-        run_tasks(tasks, self._watchdog, awaited, self._timeline)
+        run_tasks(tasks, self._watchdog, awaited, self._timeline, meanwhile)
         transport = self._transport
         if transport.unflushed_peers:
             self._watchdog.wait_until(

@@ -6,7 +6,7 @@ ranks *agree* (see ``fusco.api.collective``), then every rank *executes* what it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -264,6 +264,8 @@ class AllToAllRequest(Request):
     mode: ScheduleMode | None = None  # mode of the schedule between nodes; ``None`` lets the engine choose
     requires_grad: bool = False  # whether gradients will be sent back, by another all-to-all
     num_sms: int | None = None  # on CUDA, the most SMs of a kernel that copies; ``None`` means all
+    # work for a host that would wait: each ``next`` does some, and is True if there was any. It may be left undone
+    meanwhile: Iterator[bool] | None = None
 
     @property
     def counts(self) -> list[int]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from fusco.control.counters import Counters
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
 from fusco.core.timeline import HostTimeline
+
+Awaited = Callable[[], Counters]
 
 
 class Task(Protocol):
@@ -31,13 +33,14 @@ class Task(Protocol):
 def run_tasks(
     tasks: Iterable[Task],
     watchdog: Watchdog,
-    awaited: Callable[[], Counters] | None = None,
+    awaited: Awaited | None = None,
     timeline: HostTimeline | None = None,
+    meanwhile: Iterator[bool] | None = None,
 ) -> None:
     """Advance tasks in turn until all are done; while none can, wait with the watchdog's timeout.
 
     ``awaited`` returns counters of which one has its value as soon as a task can advance, unless a socket is ready.
-    A ``timeline`` gets a span for each step that does something.
+    A ``timeline`` gets a span for each step that does something. ``meanwhile`` is that of an ``AllToAllRequest``.
     """
     watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
@@ -48,7 +51,7 @@ def run_tasks(
         pending = [task for task in pending if not task.is_done]
         if any(moved):
             watchdog.progress()
-        elif pending:
+        elif pending and not (meanwhile and next(meanwhile)):
             watchdog.pause(functools.partial(_stall_of, pending), awaited() if awaited else None, is_any=True)
 
 

@@ -22,6 +22,7 @@ from fusco.cpu.kernels.quantize_rows import quantize_rows
 from fusco.cpu.kernels.scatter_slices import scatter_slices
 from fusco.cpu.kernels.segment_memory import JoinedSegments, concatenate
 from fusco.cpu.kernels.sum_rows import Chunks, Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
+from fusco.cpu.kernels.swap_memory import swap_memory
 from fusco.planner.distribution import NodeRouting
 from fusco.planner.forwarding import select_tokens
 from fusco.planner.owners import OwnerTables, warm_up_owners
@@ -65,6 +66,7 @@ def _gather() -> None:
     gather_parts(np.zeros((0, 2), np.int64), [_NONE])
     JoinedSegments([]).read(0, 0, 0)
     concatenate(np.zeros(0, np.int64), np.zeros(0, np.int64), memory)
+    swap_memory(memory, memory, np.zeros(1, np.int64))
     nothing = np.zeros((0, 7), np.int64)
     scatter_slices(nothing, np.zeros(0, np.int64), _NONE, _NONE, nothing, 1, 1)
 
