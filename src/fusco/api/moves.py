@@ -117,9 +117,10 @@ class ExpertMoves(Exchanges):
         """Move the weights of experts between placements: afterwards, place p of rank r has the expert ``new[r][p]``.
 
         An expert crosses to a node once, however many ranks there get it; ranks of a node share its NICs, and nodes
-        exchange in stages, as in ``all_to_all``. What arrives is received beside the weights, and put into its places
-        once all ranks have everything: a rank needs memory for the experts that it receives, and no rank ever uses
-        half an expert. ``new`` does not become the placement of dispatches by this.
+        exchange in stages, as in ``all_to_all``. What arrives is received beside the weights: a rank needs memory for
+        the experts that it receives. Nothing may use the weights during the call: on the CPU, new bytes are swapped
+        with old ones that have been sent, and swapped back if a rank fails. All that is left is put into its places
+        once all ranks have everything. ``new`` does not become the placement of dispatches by this.
 
         Args:
             weights: any number of tensors (P, ...) of any dtypes, such as FP8 values and their scales, whose rows
