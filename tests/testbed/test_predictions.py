@@ -1,7 +1,8 @@
 """Predictions beside a network whose rate is set, not fitted: dispatch, combine, all-to-all; with lanes, and without.
 
 One job of 8 ranks, of which four are the network of 2x2, makes all calls, in less than a minute on two idle cores.
-First what cores need is measured as ``fusco simulate --measure`` does, over a network that does not bind.
+First what cores need is measured as ``fusco simulate --measure`` does, over a network that does not bind. Of 2x2 the
+same calls are also predicted from the file that ``--measure`` writes over the network itself, in which nothing is set.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fusco.testbed import Testbed
 
 NUM_HOSTS, RANKS_PER_HOST, RAILS = 4, 2, 4
 MOST_TOKENS = 2560
+FILE_SHAPE = (2, 2)
 SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbalanced", "trace"), ("uniform", "zipf")
 MBIT, MBIT_OF_RAILS, MBIT_OF_CORES = (200, 500), 100, 20_000
 HEADERS = 0.993  # of packets of 9000 bytes
@@ -64,17 +66,32 @@ def cases_of(mbit: int, of_shapes: Sequence[Constants]) -> list[dict[str, Any]]:
     return [with_expected(case, mbit, of_shapes) for case in cases]
 
 
+def moved(case: dict[str, Any]) -> Demand:
+    """Return what the calls of a case move."""
+    if "matrix" in case:
+        return Demand.of_matrix(case["matrix"], timed_calls.matrix_of(case), timed_calls.topology_of(case))
+    return demand_of(timed_calls.workload_of(case))
+
+
+def is_of_file(case: dict[str, Any]) -> bool:
+    """Return whether a case is predicted from a file too: an all-to-all's stages have bursts, which files lack."""
+    return case["shape"] == FILE_SHAPE and "matrix" not in case
+
+
+def predicted_by_file(cluster: Cluster, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the case with what a measured file predicts, of which nothing is known but the file."""
+    found = {each: expected(cluster, moved(case), *each.split()) for each in case["expected"]}
+    full = [each for each, (_, busy) in found.items() if busy > MOST_BUSY]
+    return {**case, "expected": {each: ms for each, (ms, _) in found.items()}, "full": full}
+
+
 def with_expected(case: dict[str, Any], mbit: int, of_shapes: Sequence[Constants]) -> dict[str, Any]:
     """Add the predicted ms of each call; over several rails fusco's alone. ``of_shapes`` are measured, by shape."""
     measured = of_shapes[SHAPES.index(case["shape"])]
     cluster = load_cluster("testbed").resized(*case["shape"]).with_values("measured", **measured)
-    if "matrix" in case:
-        demand = Demand.of_matrix(case["matrix"], timed_calls.matrix_of(case), cluster.topology)
-        calls = ["fast dispatch"]
-    else:
-        systems = timed_calls.BALANCERS if mbit in MBIT else ("fusco",)
-        demand = demand_of(timed_calls.workload_of(case))
-        calls = [f"{system} {call}" for system in systems for call in ("dispatch", "combine")]
+    systems, demand = timed_calls.BALANCERS if mbit in MBIT else ("fusco",), moved(case)
+    calls = [f"{system} {call}" for system in systems for call in ("dispatch", "combine")]
+    calls = ["fast dispatch"] if "matrix" in case else calls
     chunks = demand.remote_rows * demand.bytes_per_row / cluster.topology.world_size / Limits().chunk_bytes
     of_each = max(chunks / case["rails"], math.ceil(int(chunks) / case["rails"]))  # a chunk is on one rail
     rate = chunks / of_each * mbit / 8e3 * HEADERS
@@ -103,7 +120,7 @@ def preferred() -> Iterator[None]:
 def measured(tmp_path_factory):
     """Cases and results of each rate; all are measured once more if others had the cores the first time."""
     path, shape = tmp_path_factory.mktemp("rates") / "round", (NUM_HOSTS, RANKS_PER_HOST * RAILS)
-    numbers, results = itertools.count(), dict[int, list[tuple[Any, Any]]]()
+    numbers, results = itertools.count(), dict[int | str, list[tuple[Any, Any]]]()
     with preferred(), Testbed(*shape, MBIT_OF_CORES * 10**6, ranks_per_host=RANKS_PER_HOST) as bed:
         ranks = fork_ranks(bed, "timed_calls", str(path), str(MOST_TOKENS))
 
@@ -120,7 +137,11 @@ def measured(tmp_path_factory):
             constants = [{name: each[name] for name in MEASURED} for each in times_of(MBIT_OF_CORES, free)]
             for mbit in (*MBIT, MBIT_OF_RAILS):
                 cases = cases_of(mbit, constants)
-                results[mbit] = list(zip(cases, times_of(mbit, cases), strict=True))
+                files = [{"shape": FILE_SHAPE, "file": f"{path}-{mbit}.toml"}] if mbit in MBIT else []
+                results[mbit] = list(zip(cases, times_of(mbit, [*files, *cases])[len(files) :], strict=True))
+                for cluster in [load_cluster(each["file"]) for each in files]:
+                    of_file = [each for each in results[mbit] if is_of_file(each[0])]
+                    results[f"{mbit} by file"] = [(predicted_by_file(cluster, case), took) for case, took in of_file]
             if not any(others_than_predicted(each) for each in itertools.chain(*results.values())):
                 break
         write_round(path, next(numbers), [])
@@ -163,3 +184,8 @@ def test_calls_take_the_time_that_is_predicted(measured, shape, mbit):
 
 def test_one_to_four_rails_take_the_time_that_is_predicted(measured):
     check(measured[MBIT_OF_RAILS])
+
+
+@pytest.mark.parametrize("mbit", MBIT)
+def test_a_file_that_measure_wrote_predicts_calls(measured, mbit):
+    check(measured[f"{mbit} by file"])

@@ -3,7 +3,8 @@
 A round is a file of JSON, PATH followed by its number, for which ranks wait; one that is empty is the last. It has a
 list of cases with ``shape`` (hosts, ranks of each), ``rails`` of a rank, ``pattern`` and ``tokens`` (TOKENS at most),
 or ``matrix`` and ``bytes`` of a rank; and ``expected``, the predicted ms of each call. Or it has ``nic_gbs``, of a
-network that does not bind; the result is then the constants of this machine. A line has for each other case the least
+network that does not bind; the result is then the constants of this machine. Or it has ``file``, where rank 0 writes
+the cluster that ``fusco simulate --measure`` would. A line has for each other case the least
 ms of each call on the slowest rank. Noise only lengthens calls: they are repeated until each has taken at most
 NEAR of what is expected, MOST_CALLS times at most.
 """
@@ -28,10 +29,11 @@ import fusco
 from fusco.bench.inputs.matrices import make_rank_bytes
 from fusco.bench.inputs.traffic import Trace, Workload
 from fusco.bench.simulation.cores import measure_machine
+from fusco.bench.simulation.measure import measure_cluster
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.simulate.cluster import load_cluster
+from fusco.simulate.cluster import load_cluster, write_cluster
 
 NUM_EXPERTS, NUM_TOPK, HIDDEN, DTYPE = 128, 2, 2048, torch.float32  # what cores do is small beside the network
 SIZES = (4, 8)
@@ -126,6 +128,11 @@ class Rank:
             constants = measure_machine(self.groups[size], cluster, "cpu").constants
             return {name: each.value for name, each in constants.items()}
         least = dict[str, float]()
+        if "file" in case:
+            cluster = measure_cluster(self.groups[size], topology_of(case), "cpu")
+            if self.rank == 0:
+                write_cluster(cluster, Path(case["file"]))
+            return {}
         for call in self.calls(case):
             for _ in range(MOST_CALLS):
                 took = call()

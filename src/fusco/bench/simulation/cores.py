@@ -20,6 +20,7 @@ _NUM_BYTES = 16 << 20
 _FEW, _MANY, _NUM_CALLS = 8, 640, 10  # tokens of a rank; calls of which the fastest counts
 _EXPERTS_OF_RANK, _TOPK, _HIDDEN = 16, 2, 2048
 _FREE_GBS = 1e6  # of what does not bind
+_NUM_ROUNDS = 3
 _NETWORK_SHARE = 0.5  # of the time in which cores move as many rows within nodes
 _CALLS: tuple[Literal["dispatch", "combine"], ...] = ("dispatch", "combine")
 
@@ -71,17 +72,19 @@ def _with_cores(group: dist.ProcessGroup, cluster: Cluster, timer: RankTimer) ->
         calls = zip(_CALLS, took_us, strict=True)
         return [us - 1e3 * simulate(made, of, "fusco", call, "bound").makespan_ms for call, us in calls]
 
-    dispatch_us, combine_us = (
-        max(0.0, us) for us in unpredicted_us(cluster.with_values("", start_us=0, plan_us=0, core_gbs=0), *few)
-    )
-    start = {"start_us": combine_us, "plan_us": max(0.0, dispatch_us - combine_us)}
-    cluster = cluster.with_values(f"measured: {_FEW} tokens a rank, less latencies", **start)
-    free = cluster.with_values("", nic_gbs=_FREE_GBS, nvl_gbs=_FREE_GBS)
-    cores_us, less_us = (sum(unpredicted_us(free.with_values("", core_gbs=gbs), *many)) for gbs in (_FREE_GBS, 1.0))
-    if cores_us <= 0:
-        return cluster
-    source = f"measured: {_MANY} tokens a rank, {share:.0%} of them to all nodes"
-    return cluster.with_values(source, core_gbs=(cores_us - less_us) / cores_us)
+    source, found = f"measured: {_MANY} tokens a rank, {share:.0%} of them to all nodes", cluster.with_values("", core_gbs=0)
+    for _ in range(_NUM_ROUNDS):  # cores move few rows too, and many have a start
+        dispatch_us, combine_us = (
+            max(0.0, us) for us in unpredicted_us(found.with_values("", start_us=0, plan_us=0), *few)
+        )
+        start = {"start_us": combine_us, "plan_us": max(0.0, dispatch_us - combine_us)}
+        cluster = cluster.with_values(f"measured: {_FEW} tokens a rank, less latencies", **start)
+        free = cluster.with_values("", nic_gbs=_FREE_GBS, nvl_gbs=_FREE_GBS)
+        cores_us, less_us = (sum(unpredicted_us(free.with_values("", core_gbs=gbs), *many)) for gbs in (_FREE_GBS, 1.0))
+        if cores_us <= 0:
+            return cluster
+        found = cluster.with_values(source, core_gbs=(cores_us - less_us) / cores_us)
+    return found
 
 
 def _ids(topology: Topology, tokens: int, num_spread: int) -> list[torch.Tensor]:

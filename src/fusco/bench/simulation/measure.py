@@ -14,6 +14,7 @@ from fusco.core.topology import Topology
 from fusco.simulate.cluster import Cluster, Constant
 
 _NUM_BYTES, _NUM_MESSAGES, _NUM_REPEATS = 16 << 20, 10, 3
+_REPEAT_S = 0.5  # of which a repetition has fewer messages: slow networks are measured in seconds
 
 
 def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -> Cluster:
@@ -28,9 +29,12 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
 
     def exchanging(num_bytes: int, to: int, source: int) -> float:
         sent, received = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-        return timer.least_s(
-            lambda: exchange_messages(group, [(to, sent)], [(source, received)]), _NUM_MESSAGES, _NUM_REPEATS
-        )
+
+        def exchange() -> None:
+            exchange_messages(group, [(to, sent)], [(source, received)])
+
+        num_messages = int(_REPEAT_S / timer.least_s(exchange, 1, 1))
+        return timer.least_s(exchange, max(1, min(_NUM_MESSAGES, num_messages)), _NUM_REPEATS)
 
     counterparts = [ranks[local] for ranks in topology.node_to_ranks]
     for ring, own, where, name in (
@@ -48,12 +52,12 @@ def measure_cluster(group: dist.ProcessGroup, topology: Topology, device: str) -
             small_us = exchanging(8, to, source) * 1e6
             constants["latency_us"] = Constant(value=small_us, source=f"measured: 8 bytes {where}")
             constants["stage_us"] = Constant(value=small_us, source="as latency_us")
-    hosts = len(set(gather(group, host_identity())))
+    machines = len({identity.split("/")[1] for identity in gather(group, host_identity())})  # by their boots
     cluster = Cluster(
         name="measured",
         nodes=topology.num_nodes,
         ranks_per_node=topology.ranks_per_node,
-        machines=hosts if hosts < topology.num_nodes else 0,
+        machines=machines if machines < topology.num_nodes else 0,
         constants=constants,
     )
     return measure_machine(group, cluster, device)
