@@ -18,7 +18,7 @@ from fusco.bench.shuffle.variants import VARIANTS, choose_variants, is_of_caller
 from fusco.cli import options
 from fusco.cli.explore.command import plan_views
 from fusco.cli.reports import headlines, report
-from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks
+from fusco.cli.running import check_room, new_console, num_devices, run_on_ranks, tell_written
 from fusco.cli.tables import shape_of
 from fusco.cli.testbed import PlaceOptions
 from fusco.core.timeline import write_chrome_trace
@@ -158,7 +158,7 @@ def shuffle(
         return  # rank 0 of the launched job has the results
     records = _summarize(run, ranks)
     if how.timeline:
-        _write_timelines(run, ranks, how.timeline)
+        tell_written(console, *_write_timelines(run, ranks, how.timeline))
     tables = [table_of_records(list(of)) for _, of in groupby(records, key=lambda record: record.traffic)]
     views = plan_views(run.workloads[0], run.balancer) if html else ()
     shown: list[RenderableType] = [*tables, *headlines(records, "total_ms", lambda record: f"{record.traffic} traffic")]
@@ -174,9 +174,10 @@ def _summarize(run: ShuffleRun, ranks: Sequence[Any]) -> list[Any]:
     return summarize(run, ranks, emulation)
 
 
-def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path) -> None:
+def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path) -> list[Path]:
     from fusco.bench.harness.environment import commit
 
+    targets = []
     for i, workload in enumerate(run.workloads):
         traffic = workload.pattern
         target = path if len(run.workloads) == 1 else path.with_name(f"{path.stem}.{traffic}{path.suffix}")
@@ -187,3 +188,5 @@ def _write_timelines(run: ShuffleRun, ranks: Sequence[Sequence[Any]], path: Path
             "commit": commit(),
         }
         write_chrome_trace(target, [results[i].spans for results in ranks], about)
+        targets.append(target)
+    return targets

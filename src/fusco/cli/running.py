@@ -54,6 +54,14 @@ def new_console(json: Path | None = None) -> Console:
     return Console(stderr=is_stderr, width=max(console.width, _LOG_WIDTH))
 
 
+def tell_written(console: Console, *files: Path) -> None:
+    """Print which file was written, or from which to which, and the size of all."""
+    size = sum(file.stat().st_size for file in files)
+    amount = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    line = f"wrote {' to '.join(map(str, dict.fromkeys((files[0], files[-1]))))}, {amount}"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 class StepProgress(Progress):
     """A bar, steps, times passed and left, and below them the description of the latest step, which wraps, uncut."""
 

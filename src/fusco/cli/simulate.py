@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.names import MOST_DRAWN_RANKS, REPLAYED, SYSTEMS, Pattern
+from fusco.bench.names import MOST_DRAWN_RANKS, REPLAYED, STDOUT, SYSTEMS, Pattern
 from fusco.cli import options
 from fusco.cli.reports import least_gain, report
-from fusco.cli.running import choose_shape, new_console, num_devices
+from fusco.cli.running import choose_shape, new_console, num_devices, tell_written
 from fusco.cli.simulate_tables import compare_systems, print_gains, table_of_papers, table_of_results, write_timeline
 
 if TYPE_CHECKING:
@@ -134,12 +134,15 @@ def simulate(
     if len(cases) == 1:
         cluster, demand = cases[0]
         print_gains(cluster, demand, results[:2], of.tier_of(demand.topology.world_size), expert_bytes, console)
-    console.print(least_gain(compare_systems(results)), soft_wrap=True)
     if files.timeline:
         write_timeline(results[0], files.timeline)
+        tell_written(console, files.timeline)
     if files.export:
-        _export(*cases[0], names[0], files.export)
+        tell_written(console, *_export(*cases[0], names[0], files.export))
     write_json_lines(results, json)
+    if json and json != STDOUT:
+        tell_written(console, json)
+    console.print(least_gain(compare_systems(results)), soft_wrap=True)
 
 
 def _simulate(cluster: Cluster, demand: Demand, names: Sequence[str], of: ClusterOptions) -> Iterator[SimulationResult]:
@@ -193,15 +196,14 @@ def _measure(path: Path, of: ClusterOptions, device: str, console: Console) -> N
     clusters = run_joined(device, measure_cluster, topology, device)
     if clusters:
         write_cluster(replace(clusters[0], name=path.stem), path)
-        console.print(
-            f"{path}: {', '.join(f'{name} {each.value:.4g}' for name, each in clusters[0].constants.items())}"
-        )
+        console.print(", ".join(f"{name} {each.value:.4g}" for name, each in clusters[0].constants.items()))
+        tell_written(console, path)
 
 
-def _export(cluster: Cluster, demand: Demand, name: str, path: Path) -> None:
+def _export(cluster: Cluster, demand: Demand, name: str, path: Path) -> list[Path]:
     from fusco.simulate.export import write_export
     from fusco.simulate.messages import messages_of
     from fusco.simulate.systems import system
 
     program = system(name).build(demand, cluster, "dispatch")
-    write_export(messages_of(program, demand.topology.world_size), path)
+    return write_export(messages_of(program, demand.topology.world_size), path)

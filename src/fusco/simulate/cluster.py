@@ -152,9 +152,11 @@ def names_of_clusters() -> list[str]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return a cluster by name, or from a TOML file; ``ValueError`` for what is wrong in it, ``OSError`` without it."""
+    """Return a cluster by name, or from a TOML file; ``ValueError`` without it and for what is wrong in it."""
     if name in names_of_clusters():
         text = (resources.files("fusco.simulate") / "clusters" / f"{name}{_SUFFIX}").read_text(encoding="utf-8")
+    elif name.endswith(_SUFFIX) and not Path(name).is_file():
+        raise ValueError(f"there is no file {name}")
     elif name.endswith(_SUFFIX):
         text = Path(name).read_text(encoding="utf-8")
     else:

@@ -30,6 +30,8 @@ def test_a_run_says_what_binds_and_what_parts_bring(tmp_path):
     assert "not given for h100x8, so defaults: pair_gbs 0" in done.output
     assert "deduplication" in done.output
     assert "break-even" in done.output
+    wrote = [f"wrote {path}, {path.stat().st_size / 1e3:.1f} kB" for path in (trace, out)]
+    assert done.output.splitlines()[-3:-1] == wrote  # before the finding
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(record["system"], record["call"]) for record in records[:2]] == [
         ("fusco", "dispatch"),
@@ -75,14 +77,24 @@ def test_many_ranks_are_answered_by_bounds(tmp_path):
 @pytest.mark.parametrize("suffix", ["goal", "cm"])
 def test_an_export_is_written(tmp_path, suffix):
     path = tmp_path / f"plan.{suffix}"
-    assert run(*SMALL, "--nodes", "2", "--export", str(path)).exit_code == 0
+    done = run(*SMALL, "--nodes", "2", "--export", str(path))
+    assert done.exit_code == 0
+    assert f"wrote {path}, " in done.output
     assert path.read_text().startswith({"goal": "num_ranks 4", "cm": "Nodes 4"}[suffix])
+
+
+def test_an_export_of_a_file_for_each_rank_says_which(tmp_path):
+    done = run(*SMALL, "--nodes", "2", "--export", str(tmp_path / "plan.et"))
+    files = [tmp_path / f"plan.{rank}.et" for rank in range(4)]
+    size = sum(file.stat().st_size for file in files)
+    assert f"wrote {files[0]} to {files[3]}, {size / 1e3:.1f} kB" in done.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--cluster", "none"), "'none' is no file .toml and none of"),
+        (("--cluster", "none.toml"), "there is no file none.toml"),
         (("--nodes", "0"), "--nodes needs positive integers, got '0'"),
         (("--sweep-skew", "1"), "--sweep-skew goes with --traffic zipf, not with uniform"),
         (("--traffic", "zipf", "--sweep-skew", "-1"), "--sweep-skew needs numbers from 0 on, got '-1'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,46 +22,34 @@ def played(monkeypatch):
     """Return a function that sets the true cluster, in whose time calls are answered, and asks what is measured."""
     state = SimpleNamespace(truth=None, demand=None, call="dispatch")
 
-    class PlayedCommunicator:
-        def __init__(self, _group, **_options):
-            pass
+    def least_s(work, *_):
+        work()
+        if state.demand is None:
+            return cores._NUM_BYTES / TRUE["memory_gbs"] / 1e9
+        return simulate(state.truth, state.demand, "fusco", state.call, "bound").makespan_ms / 1e3
 
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def dispatch(self, *_):
-            state.call = "dispatch"
-            return SimpleNamespace(rows=None, handle=None)
-
-        def combine(self, *_):
-            state.call = "combine"
-
-    class PlayedTimer:
-        def __init__(self, *_):
-            pass
-
-        def least_s(self, work, _num_calls, _num_repeats):
-            work()
-            if state.demand is None:
-                return cores._NUM_BYTES / TRUE["memory_gbs"] / 1e9
-            return simulate(state.truth, state.demand, "fusco", state.call, "bound").makespan_ms / 1e3
+    def called(call):
+        state.call = call
+        return SimpleNamespace(rows=None, handle=None)
 
     def of_routing(*arguments):
         state.demand = Demand.of_routing(*arguments)
         return state.demand
 
-    monkeypatch.setattr(cores, "Communicator", PlayedCommunicator)
-    monkeypatch.setattr(cores, "RankTimer", PlayedTimer)
+    comm = SimpleNamespace(dispatch=lambda *_: called("dispatch"), combine=lambda *_: called("combine"))
+    monkeypatch.setattr(cores, "Communicator", lambda *_, **__: nullcontext(comm))
+    monkeypatch.setattr(cores, "RankTimer", lambda *_: SimpleNamespace(least_s=least_s))
     monkeypatch.setattr(cores, "Demand", SimpleNamespace(of_routing=of_routing))
     monkeypatch.setattr(dist, "get_rank", lambda _group: 0)
 
     def measured(nic_gbs: float) -> Cluster:
         state.demand, links = None, {"nic_gbs": nic_gbs, "nvl_gbs": TRUE["nvl_gbs"], **LATENCIES}
         known = Cluster(
-            name="known", nodes=2, ranks_per_node=2, machines=1, constants={k: Constant(value=v) for k, v in links.items()}
+            name="known",
+            nodes=2,
+            ranks_per_node=2,
+            machines=1,
+            constants={k: Constant(value=v) for k, v in links.items()},
         )
         state.truth = known.with_values("true", **TRUE)
         return cores.measure_machine(None, known, "cpu")

@@ -72,7 +72,10 @@ def _with_cores(group: dist.ProcessGroup, cluster: Cluster, timer: RankTimer) ->
         calls = zip(_CALLS, took_us, strict=True)
         return [us - 1e3 * simulate(made, of, "fusco", call, "bound").makespan_ms for call, us in calls]
 
-    source, found = f"measured: {_MANY} tokens a rank, {share:.0%} of them to all nodes", cluster.with_values("", core_gbs=0)
+    source, found = (
+        f"measured: {_MANY} tokens a rank, {share:.0%} of them to all nodes",
+        cluster.with_values("", core_gbs=0),
+    )
     for _ in range(_NUM_ROUNDS):  # cores move few rows too, and many have a start
         dispatch_us, combine_us = (
             max(0.0, us) for us in unpredicted_us(found.with_values("", start_us=0, plan_us=0), *few)
