@@ -29,19 +29,21 @@ from fusco.testbed import Testbed
 
 NUM_HOSTS, RANKS_PER_HOST, RAILS = 4, 2, 4
 MOST_TOKENS = 2560
-FILE_SHAPE = (2, 2)
+FILE_SHAPE, MBIT_OF_FILE = (2, 2), 500
 SHAPES, PATTERNS, MATRICES = ((4, 2), (2, 2)), ("uniform", "single-node", "imbalanced", "trace"), ("uniform", "zipf")
 MBIT, MBIT_OF_RAILS, MBIT_OF_CORES = (200, 500), 100, 20_000
 HEADERS = 0.993  # of packets of 9000 bytes
 BURST_BYTES = 128 << 10  # that a NIC of a testbed lets pass at once after a pause
 MEASURED = ("memory_gbs", "start_us", "plan_us", "core_gbs")
 WITHIN = 0.10
-MOST_BUSY, WITHIN_FULL = 0.7, 0.3  # of the time, by the prediction: ranks that wait for cores wait for each other
-ATTEMPTS = 2
+MOST_BUSY, WITHIN_FULL = 0.6, 0.3  # of the time, by the prediction: ranks that wait for cores wait for each other
+ATTEMPTS = 3
 CROWDED = 16  # processes that want the cores, twice as many as ranks: what then takes too long is not the network's
 
 
 Constants = Mapping[str, float]
+Cases = list[tuple[dict[str, Any], dict[str, Any]]]  # and the results of each
+Attempt = dict[int | str, Cases]  # by rate
 
 
 def expected(cluster: Cluster, demand: Demand, name: str, call: str) -> tuple[float, float]:
@@ -118,9 +120,12 @@ def preferred() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """Cases and results of each rate; all are measured once more if others had the cores the first time."""
+    """Cases and results of each rate in each attempt; all is measured anew while a call was right in none.
+
+    The speed of a virtual machine's cores may change between the measurement of what they cost and the calls.
+    """
     path, shape = tmp_path_factory.mktemp("rates") / "round", (NUM_HOSTS, RANKS_PER_HOST * RAILS)
-    numbers, results = itertools.count(), dict[int | str, list[tuple[Any, Any]]]()
+    numbers, attempts = itertools.count(), list[Attempt]()
     with preferred(), Testbed(*shape, MBIT_OF_CORES * 10**6, ranks_per_host=RANKS_PER_HOST) as bed:
         ranks = fork_ranks(bed, "timed_calls", str(path), str(MOST_TOKENS))
 
@@ -132,21 +137,23 @@ def measured(tmp_path_factory):
             assert line, f"a rank has failed at {mbit} Mbit/s"
             return [{**each, "wanting": os.getloadavg()[0]} for each in json.loads(line)]
 
-        for _ in range(ATTEMPTS):
+        while len(attempts) < ATTEMPTS:
+            results = Attempt()
             free = [{"shape": shape, "nic_gbs": MBIT_OF_CORES / 8e3 * HEADERS} for shape in SHAPES]
             constants = [{name: each[name] for name in MEASURED} for each in times_of(MBIT_OF_CORES, free)]
             for mbit in (*MBIT, MBIT_OF_RAILS):
                 cases = cases_of(mbit, constants)
-                files = [{"shape": FILE_SHAPE, "file": f"{path}-{mbit}.toml"}] if mbit in MBIT else []
+                files = [{"shape": FILE_SHAPE, "file": f"{path}.toml"}] if mbit == MBIT_OF_FILE else []
                 results[mbit] = list(zip(cases, times_of(mbit, [*files, *cases])[len(files) :], strict=True))
                 for cluster in [load_cluster(each["file"]) for each in files]:
                     of_file = [each for each in results[mbit] if is_of_file(each[0])]
-                    results[f"{mbit} by file"] = [(predicted_by_file(cluster, case), took) for case, took in of_file]
-            if not any(others_than_predicted(each) for each in itertools.chain(*results.values())):
+                    results["by file"] = [(predicted_by_file(cluster, case), took) for case, took in of_file]
+            attempts.append(results)
+            if not any(others_than_predicted([each[key] for each in attempts]) for key in results):
                 break
         write_round(path, next(numbers), [])
         assert [rank.ended(30) for rank in ranks] == [0] * len(ranks)
-    return results
+    return attempts
 
 
 def write_round(path: Path, number: int, cases: list[dict[str, Any]]) -> None:
@@ -156,36 +163,43 @@ def write_round(path: Path, number: int, cases: list[dict[str, Any]]) -> None:
     beside.rename(f"{path}{number}")
 
 
-def others_than_predicted(each: tuple[dict[str, Any], dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Return a sentence for each call of a case that took another time, and whether others had the cores then."""
-    (case, result), told = each, []
-    for call, expected in case["expected"].items():
-        took = result["ms"][call]
-        if abs(expected / took - 1) > (WITHIN_FULL if call in case["full"] else WITHIN):
-            what = case.get("pattern") or f"{case['matrix']} all-to-all"
-            sentence = f"{what}, {case['rails']} rails, {call}: {expected:.0f} predicted, {took:.0f} ms"
-            told.append((sentence, took > expected and result["wanting"] > CROWDED))
-    return told
+def others_than_predicted(attempts: Sequence[Cases]) -> list[tuple[str, bool]]:
+    """Return a sentence for each call that took another time in every attempt, and whether others had the cores."""
+    found: dict[tuple[int, str], tuple[str, bool]] | None = None
+    for cases in attempts:
+        told = {
+            (i, call): (sentence(case, call, took), took > expected and result["wanting"] > CROWDED)
+            for i, (case, result) in enumerate(cases)
+            for call, expected in case["expected"].items()
+            if abs(expected / (took := result["ms"][call]) - 1) > (WITHIN_FULL if call in case["full"] else WITHIN)
+        }
+        found = {key: of for key, of in told.items() if found is None or key in found}
+    return list((found or {}).values())
 
 
-def check(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def sentence(case: dict[str, Any], call: str, took: float) -> str:
+    """Return what a call was predicted to take, and took."""
+    what = case.get("pattern") or f"{case['matrix']} all-to-all"
+    return f"{what}, {case['rails']} rails, {call}: {case['expected'][call]:.0f} predicted, {took:.0f} ms"
+
+
+def check(attempts: Sequence[Cases]) -> None:
     """Compare times with predictions; a time that is too long while others had the cores does not count."""
-    told = [each for case in cases for each in others_than_predicted(case)]
-    assert not [sentence for sentence, is_taken in told if not is_taken]
-    if 2 * len(told) > (num_calls := sum(len(case["expected"]) for case, _ in cases)):
+    told = others_than_predicted(attempts)
+    assert not [text for text, is_taken in told if not is_taken]
+    if 2 * len(told) > (num_calls := sum(len(case["expected"]) for case, _ in attempts[-1])):
         pytest.skip(f"others had the cores: {len(told)} of {num_calls} times are not the network's, as {told[0][0]}")
 
 
 @pytest.mark.parametrize("mbit", MBIT)
 @pytest.mark.parametrize("shape", SHAPES, ids=["4x2", "2x2"])
 def test_calls_take_the_time_that_is_predicted(measured, shape, mbit):
-    check([each for each in measured[mbit] if each[0]["shape"] == shape])
+    check([[each for each in of[mbit] if each[0]["shape"] == shape] for of in measured])
 
 
 def test_one_to_four_rails_take_the_time_that_is_predicted(measured):
-    check(measured[MBIT_OF_RAILS])
+    check([of[MBIT_OF_RAILS] for of in measured])
 
 
-@pytest.mark.parametrize("mbit", MBIT)
-def test_a_file_that_measure_wrote_predicts_calls(measured, mbit):
-    check(measured[f"{mbit} by file"])
+def test_a_file_that_measure_wrote_predicts_calls(measured):
+    check([of["by file"] for of in measured])
