@@ -27,6 +27,8 @@ from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate
 from fusco.testbed import Testbed
 
+pytestmark = pytest.mark.timeout(600)  # three measurements on a machine that is not idle
+
 NUM_HOSTS, RANKS_PER_HOST, RAILS = 4, 2, 4
 MOST_TOKENS = 2560
 FILE_SHAPE, MBIT_OF_FILE = (2, 2), 500
