@@ -100,7 +100,8 @@ class ExpertMoves(Exchanges):
             The plan in device memory, equal on all ranks; its ``wait`` returns it on the host.
 
         Raises:
-            ValueError: as ``plan_batch``, and if the communicator is on the CPU.
+            ValueError: as ``plan_batch``, if the communicator is on the CPU, or, in a capture, without a plan before.
+            MismatchError: if ranks differ in placement or balance; PeerFailureError: if one fails.
         """
         return self._owners.plan_on_device(topk_idx, balance)
 

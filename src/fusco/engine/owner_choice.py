@@ -33,7 +33,10 @@ class DeviceBatchPlan:
     fetch: Callable[[], BatchPlan]
 
     def wait(self) -> BatchPlan:
-        """Return the plan; the host waits for the device."""
+        """Return the plan; the host waits for the device, within the communicator's limit.
+
+        Raises ``PeerFailureError`` if a rank's counts have not come by then.
+        """
         return self.fetch()
 
 
