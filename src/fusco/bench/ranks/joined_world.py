@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def run_joined(device: str, function: Callable[..., _Result], *args: Any) -> lis
     ``RankFailedError`` with the failures of all, so that one rank reports them, and the others raise
     ``ReportedElsewhereError`` within a limit. If rank 0 does not answer, they raise their own errors.
     """
+    faulthandler.enable()  # a signal such as SIGSEGV that ends this process says where, on stderr
     torch.set_num_threads(1)
     job = join_torchrun(device)
     assert dist.group.WORLD is not None

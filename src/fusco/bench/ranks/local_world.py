@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
@@ -34,6 +35,8 @@ _GRACE_S = 30.0
 _LEAVING_S = 20.0
 # Descriptors open at once while a process is started: pipes to the forkserver, to the process, a socket, and to spare.
 _STARTING_DESCRIPTORS = 12
+# Of the stacks of a process that a signal has ended: faulthandler writes at most 100 threads of 100 functions.
+_STACKS_BYTES = 1 << 20
 
 
 class LocalWorld(AbstractContextManager["LocalWorld"]):
@@ -68,17 +71,20 @@ class LocalWorld(AbstractContextManager["LocalWorld"]):
         if context.get_start_method() == "forkserver":
             context.set_forkserver_preload([*PRELOADED, *preloaded])
         self._pipes: list[Connection] = []
+        self._stacks: list[Connection] = []  # files in memory; as connections, which multiprocessing passes on
         self.processes: list[BaseProcess] = []
         try:
             with _interrupts_blocked():
                 for rank in range(world_size):
                     parent_end, rank_end = context.Pipe()
+                    stacks = Connection(os.memfd_create("stacks"))
                     variables = {**os.environ, **(environment[rank] if environment else {})}
-                    arguments = (rank, world_size, device, self.store.port, variables, rank_end)
+                    arguments = (rank, world_size, device, self.store.port, variables, rank_end, stacks)
                     process = context.Process(target=_serve, args=arguments, name=f"rank {rank}", daemon=True)
                     _start(process, rank)
                     rank_end.close()
                     self._pipes.append(parent_end)
+                    self._stacks.append(stacks)
                     self.processes.append(process)
         except BaseException:
             self.kill()
@@ -156,7 +162,10 @@ class LocalWorld(AbstractContextManager["LocalWorld"]):
 
     def _death(self, rank: int) -> RankFailure:
         self.processes[rank].join(timeout=1.0)  # its pipe may close before it has ended
-        return RankFailure(_how_it_died(self.processes[rank].exitcode), has_died=True)
+        stacks = os.pread(self._stacks[rank].fileno(), _STACKS_BYTES, 0).decode(errors="replace")
+        stacks = stacks.partition("\nExtension modules:")[0]  # which are many, and the same on all ranks
+        died = _how_it_died(self.processes[rank].exitcode)
+        return RankFailure(died, traceback=stacks, says_enough=not stacks, has_died=True)
 
     def close(self) -> None:
         """End the processes; those that do not exit within a limit are killed."""
@@ -165,7 +174,8 @@ class LocalWorld(AbstractContextManager["LocalWorld"]):
                 pipe.send(None)
             except OSError:
                 pass  # that process has died
-            pipe.close()
+        for opened in (*self._pipes, *self._stacks):
+            opened.close()
         deadline = time.monotonic() + _LEAVING_S
         for process in self.processes:
             process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -233,7 +243,16 @@ def _interrupts_blocked() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _serve(rank: int, world_size: int, device: str, port: int, variables: Mapping[str, str], pipe: Connection) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    device: str,
+    port: int,
+    variables: Mapping[str, str],
+    pipe: Connection,
+    stacks: Connection,
+) -> None:
+    faulthandler.enable(stacks.fileno())  # if a signal such as SIGSEGV ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
     os.environ.update(variables)  # NCCL and CUDA have no other configuration
     torch.set_num_threads(1)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +131,32 @@ def test_a_rank_that_has_died_meanwhile_is_a_failed_rank():
             world.start(rank_of, 2)
 
 
+def crash(group: dist.ProcessGroup) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_rank_that_a_signal_ends_says_where(start_method):
+    with LocalWorld(1, start_method=start_method) as world:
+        with pytest.raises(RankFailedError) as raised:
+            world.run(crash, 1)
+        assert num_stacks() == 1
+    first, *lines = str(raised.value).splitlines()
+    assert first == "rank 0: its process died with exit code -11 (SIGSEGV)"
+    current = next(i for i, line in enumerate(lines) if line.startswith("Current thread"))
+    assert re.fullmatch(rf'  File ".*{Path(__file__).name}", line \d+ in crash', lines[current + 1])
+    assert not any("Extension modules" in line for line in lines)
+    assert raised.value.unexpected.splitlines() == lines
+    assert num_stacks() == 0
+
+
+def num_stacks() -> int:
+    """Return this process's open files for stacks."""
+    opened = Path("/proc/self/fd").iterdir()
+    return sum("memfd:stacks" in str(each.readlink()) for each in opened if each.is_symlink())
+
+
 def test_a_rank_without_descriptors_is_one_sentence(capfd):
     context = mp.get_context("forkserver")
     first = context.Process(target=os.getpid)  # the forkserver has its own descriptors from here on
@@ -167,6 +195,7 @@ def test_a_rank_that_cannot_be_started_is_a_failed_rank(error, monkeypatch):
 def test_a_rank_that_dies_halfway_is_a_failed_rank(dies):
     ours, theirs = mp.Pipe()
     world = object.__new__(LocalWorld)
+    world._stacks = [Connection(os.memfd_create("none"))]
     world._pipes, world.processes = [ours], [SimpleNamespace(join=lambda timeout: None, exitcode=-9)]
     if dies == "before it reads its task":
         ours.send("a task")
