@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from fusco import Communicator, fsdp
+from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.placement import BatchPlan
 
 
@@ -58,14 +59,15 @@ def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]
 
 def differences_with_balance(group: dist.ProcessGroup, run: Run) -> tuple[dict[str, float], int]:
     """As ``differences_of_gradients``, and how many experts plans have copied."""
-    num_copies, plan_batch = [0], Communicator.plan_batch
+    num_copies, verb = [0], "plan_batch_on_device" if torch.cuda.is_available() else "plan_batch"
+    plan_batch = getattr(Communicator, verb)
 
-    def counting(comm: Communicator, *arguments: object) -> BatchPlan:
-        plan = plan_batch(comm, *arguments)
-        num_copies[0] += len(plan.experts)
+    def counting(comm: Communicator, *arguments: object) -> BatchPlan | DeviceBatchPlan:
+        plan: BatchPlan | DeviceBatchPlan = plan_batch(comm, *arguments)
+        num_copies[0] += len((plan.wait() if isinstance(plan, DeviceBatchPlan) else plan).experts)
         return plan
 
-    with mock.patch.object(Communicator, "plan_batch", counting):
+    with mock.patch.object(Communicator, verb, counting):
         return differences_of_gradients(group, run), num_copies[0]
 
 

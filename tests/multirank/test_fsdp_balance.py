@@ -15,6 +15,7 @@ from fsdp_architectures import find_kinds
 from fsdp_models import make_model
 from fsdp_runs import Run
 
+from fusco.fsdp.dispatcher import ExpertCopies
 from fusco.fsdp.experts import find_experts
 
 PAGE = Path(__file__).parents[2] / "docs" / "training" / "runs.md"
@@ -90,5 +91,5 @@ def test_copies_are_computed_without_joining_weights(kind, monkeypatch):
         return cat(tensors, *arguments, **options)
 
     monkeypatch.setattr(torch, "cat", noted)
-    assert torch.equal(experts.run(rows, num_rows, copies), expected)
+    assert torch.equal(experts.run(rows, num_rows, ExpertCopies(copies)), expected)
     assert dims == {2}

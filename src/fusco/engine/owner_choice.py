@@ -32,6 +32,11 @@ class DeviceBatchPlan:
     batches: Any
     fetch: Callable[[], BatchPlan]
 
+    @property
+    def rows_per_expert(self) -> torch.Tensor:
+        """Rows of each expert of all ranks, int32 (E,), in the table."""
+        return self.table[2 : 2 + self.placement.num_experts]
+
     def wait(self) -> BatchPlan:
         """Return the plan; the host waits for the device, within the communicator's limit.
 

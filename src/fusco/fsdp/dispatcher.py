@@ -21,11 +21,36 @@ class Arrival:
             token, k).
         num_rows_per_expert: int64 (num_local_experts,), on the device of the rows.
         ticket: what the dispatcher needs to return the results.
+        num_rows_on_host: the same as ``num_rows_per_expert`` in host memory; ``None`` if the host would have to wait.
     """
 
     rows: torch.Tensor
     num_rows_per_expert: torch.Tensor
     ticket: Any
+    num_rows_on_host: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertCopies:
+    """Weights of other ranks' experts in this rank's spare places.
+
+    Attributes:
+        weights: by name, (spare_places, ...), in the order of their blocks; nothing if the plan, which is that of all
+            ranks, copies no expert.
+        event: on a stream of CUDA, when they are there; ``None`` if the current stream's order says so.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights, for further work of the current stream."""
+        if self.event is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self.event)
+            for weight in self.weights.values():
+                weight.record_stream(stream)
+        return self.weights
 
 
 class Dispatcher(Protocol):
@@ -75,25 +100,26 @@ class CopyingDispatcher(Dispatcher, Protocol):
     ) -> Arrival:
         """Send tokens to their experts, or to copies of these, whose blocks follow those of a rank's own experts."""
 
-    def copy_experts(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        weights: Mapping[str, torch.Tensor],
-        balance: Balance,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Plan copies for these tokens, whose ``dispatch`` follows, and return the weights of this rank's copies.
+    def plan_copies(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, balance: Balance
+    ) -> tuple[Any, torch.Tensor]:
+        """Plan copies for these tokens, whose ``dispatch`` follows.
 
         Args:
             x: as for ``dispatch``.
             topk_idx: as for ``dispatch``.
             num_experts: as for ``dispatch``.
-            weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
             balance: what the plan may do; ``dispatch`` gets its ``spare_places``.
 
         Returns:
-            The copies by name, (spare_places, ...) in the order of their blocks; nothing if the plan, which is that of
-            all ranks, copies no expert. And the rows of this rank's experts, wherever they are computed, int64
+            The plan, for ``copy_experts``, and the rows of this rank's experts, wherever they are computed, integers
             (num_local_experts,).
+        """
+
+    def copy_experts(self, plan: Any, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+        """Return the weights of this rank's copies.
+
+        Args:
+            plan: of ``plan_copies``, whose tokens have been dispatched.
+            weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
         """

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from fusco.fsdp.dispatcher import ExpertCopies
 from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
 from fusco.fsdp.scaled_inputs import scaling_block
@@ -46,22 +47,34 @@ class Experts:
     num_zero_experts: int = 0
 
     def run(
-        self, rows: torch.Tensor, num_rows_per_expert: torch.Tensor, copies: Mapping[str, torch.Tensor] | None = None
+        self,
+        rows: torch.Tensor,
+        num_rows_per_expert: torch.Tensor,
+        copies: ExpertCopies | None = None,
+        num_rows_on_host: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply this rank's experts to expert-major rows (num_rows, hidden).
 
-        ``copies`` are weights of other ranks' experts by name, (num_copies, ...), whose blocks follow; without them
-        only the first blocks, those of this rank's experts, have rows.
+        The blocks of ``copies``, other ranks' experts, follow; without them only the first blocks, those of this rank's
+        experts, have rows. ``num_rows_on_host`` is ``num_rows_per_expert``, which the host otherwise waits for if there
+        are copies.
         """
         weights = self.weights()
         num_local = len(weights[_DOWN_NAME])
         at_home = num_rows_per_expert[:num_local]
-        if not copies:
+        if not (copies and copies.weights):
             return self._run(weights, rows, at_home)
-        # Two products, as joining the weights would copy all of them. The host, which has planned, waits for a number.
-        num_rows = int(at_home.sum())
-        copied = self._run(copies, rows[num_rows:], num_rows_per_expert[num_local:])
-        return torch.cat([self._run(weights, rows[:num_rows], at_home), copied])
+        # Two products, as joining the weights would copy all of them; copies may arrive during the first.
+        known = num_rows_per_expert.tolist() if num_rows_on_host is None else num_rows_on_host.tolist()
+        num_rows = sum(known[:num_local])
+        if torch.is_grad_enabled():  # copies without rows have gradients, too, as all ranks exchange these
+            out = self._run(weights, rows[:num_rows], at_home)
+            return torch.cat([out, self._run(copies.wait(), rows[num_rows:], num_rows_per_expert[num_local:])])
+        out = self._run(weights, rows, at_home)  # of all rows, so that results of copies have a place
+        copied = copies.wait()
+        if any(known[num_local:]):
+            out[num_rows:] = self._run(copied, rows[num_rows:], num_rows_per_expert[num_local:])
+        return out
 
     def _run(
         self, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, num_rows_per_expert: torch.Tensor

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.create import refuse_creation
-from fusco.core.balance import Balance
+from fusco.core.balance import Balance, BatchPlan
 from fusco.core.config import FSDP_SMS, Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, cleanup_after
 from fusco.core.placement import ExpertPlacement
+from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.fsdp import ops
-from fusco.fsdp.dispatcher import Arrival
+from fusco.fsdp.dispatcher import Arrival, ExpertCopies
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,15 @@ class _OpTicket:
 
     tensor: torch.Tensor
     topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _CopyPlan:
+    """The plan of a batch, and the communicator that carries it out."""
+
+    comm: Communicator
+    plan: BatchPlan | DeviceBatchPlan
+    spare_places: int
 
 
 class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
@@ -76,6 +86,7 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
         self._communicators: dict[tuple[int, int, int, int], Communicator] = {}
         self._latest: Communicator | None = None  # the one that dispatched last
         self._open, self._is_closed = ExitStack(), False
+        self._stream: torch.cuda.Stream | None = None  # of copies that the device has planned
         self._key = ops.register(self)
 
     def dispatch(
@@ -95,26 +106,33 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
             self.refuse(f"x and topk_idx need two dimensions, got {list(x.shape)} and {list(topk_idx.shape)}")
         comm = self.communicator(num_experts, topk_idx.shape[1], x, spare_places)
         sent = comm.dispatch(x, topk_idx, topk_weights, static=self.static, launch=self.launch)
-        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle))
+        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle), sent.num_rows_per_expert_on_host)
 
-    def copy_experts(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_experts: int,
-        weights: Mapping[str, torch.Tensor],
-        balance: Balance,
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Plan copies for these tokens; see ``CopyingDispatcher``."""
+    def plan_copies(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, balance: Balance
+    ) -> tuple[_CopyPlan, torch.Tensor]:
+        """Plan copies for these tokens, on the device within a node of GPUs; see ``CopyingDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
-        plan = comm.plan_batch(topk_idx, balance)
+        is_on_device = topk_idx.is_cuda and comm.topology.num_nodes == 1
+        if is_on_device and self._stream is None:
+            self._stream = torch.cuda.Stream(topk_idx.device)  # type: ignore[no-untyped-call]
+        plan = comm.plan_batch_on_device(topk_idx, balance) if is_on_device else comm.plan_batch(topk_idx, balance)
         num_local = num_experts // self._num_ranks
         of_rank = plan.rows_per_expert[comm.rank * num_local : (comm.rank + 1) * num_local]
-        wanted = torch.as_tensor(of_rank, device=topk_idx.device)
-        if not len(plan.experts):
-            return {}, wanted
-        copies = comm.prefetch_experts(list(weights.values()), plan, balance.spare_places)
-        return dict(zip(weights, copies, strict=True)), wanted
+        return _CopyPlan(comm, plan, balance.spare_places), torch.as_tensor(of_rank, device=topk_idx.device)
+
+    def copy_experts(self, plan: _CopyPlan, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+        """Send copies, on CUDA beside what the current stream does next; see ``CopyingDispatcher``."""
+        if isinstance(plan.plan, BatchPlan) and not len(plan.plan.experts):
+            return ExpertCopies({})
+        event, stream = None, self._stream if isinstance(plan.plan, DeviceBatchPlan) else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # ``None`` changes nothing
+            copies = plan.comm.prefetch_experts(list(weights.values()), plan.plan, plan.spare_places)
+            if stream is not None:
+                event = stream.record_event()
+        return ExpertCopies(dict(zip(weights, copies, strict=True)), event)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""

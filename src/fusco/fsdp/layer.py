@@ -52,17 +52,17 @@ class ExpertParallelLayer:
         # Cast before the exchange, so that under mixed precision narrow rows travel; weights keep their precision.
         x = hidden_states.to(self.experts.local(self.experts.up_name).dtype)
         num_experts = self.experts.num_experts
-        copies: dict[str, torch.Tensor] = {}
         if self.balance is None:
             arrival = self.dispatcher.dispatch(x, top_k_index, top_k_weights, num_experts)
             num_rows = self.counter.count(arrival.num_rows_per_expert)
+            y = self.experts.run(arrival.rows, num_rows)
         else:
             balanced = cast("CopyingDispatcher", self.dispatcher)
-            copies, wanted = balanced.copy_experts(x, top_k_index, num_experts, self.experts.weights(), self.balance)
+            plan, wanted = balanced.plan_copies(x, top_k_index, num_experts, self.balance)
             self.counter.count(wanted)
             arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)
-            num_rows = arrival.num_rows_per_expert
-        y = self.experts.run(arrival.rows, num_rows, copies)
+            copies = balanced.copy_experts(plan, self.experts.weights())
+            y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies, arrival.num_rows_on_host)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from fusco.core.stopwatch import SectionTimer
-from fusco.fsdp.dispatcher import Arrival, CopyingDispatcher, Dispatcher
+from fusco.fsdp.dispatcher import Arrival, CopyingDispatcher, Dispatcher, ExpertCopies
 
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
@@ -45,10 +45,15 @@ class TimedDispatcher:
         with self.clock.timed("dispatch"):
             arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts, *more)
         rows = self._mark_backward(arrival.rows, "dispatch_backward")
-        return Arrival(rows, arrival.num_rows_per_expert, arrival.ticket)
+        return replace(arrival, rows=rows)
 
-    def copy_experts(self, *arguments: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Plan and send copies of busy experts, as part of dispatch; see ``CopyingDispatcher``."""
+    def plan_copies(self, *arguments: Any) -> tuple[Any, torch.Tensor]:
+        """Plan copies of busy experts, as part of dispatch; see ``CopyingDispatcher``."""
+        with self.clock.timed("dispatch"):
+            return cast("CopyingDispatcher", self.inner).plan_copies(*arguments)
+
+    def copy_experts(self, *arguments: Any) -> ExpertCopies:
+        """Send the copies, as part of dispatch, but for what is beside the products; see ``CopyingDispatcher``."""
         with self.clock.timed("dispatch"):
             return cast("CopyingDispatcher", self.inner).copy_experts(*arguments)
 
