@@ -102,12 +102,11 @@ def make_batch(rank: int, num_sequences: int, step: int = 0) -> Batch:
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the sum of the losses of a batch's labels, on the model's device."""
-    device = next(model.parameters()).device
-    logits = model(input_ids=batch.ids.to(device)).logits.float()
+    """Return the sum of the losses of a batch's labels, on the device of the logits: parameters may be offloaded."""
+    logits = model(input_ids=batch.ids.to(next(model.parameters()).device)).logits.float()
     return nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, VOCABULARY),
-        batch.labels[:, 1:].reshape(-1).to(device),
+        batch.labels[:, 1:].reshape(-1).to(logits.device),
         ignore_index=IGNORED,
         reduction="sum",
     )
