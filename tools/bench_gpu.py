@@ -53,6 +53,7 @@ PARTS: dict[str, tuple[str, float]] = {
         "--variants fusco --balance --spare-places 4 --iterations 10",
         240.0,
     ),
+    "copies": (f"{ROOT}/tools/expert_copies.py --device cuda", 60.0),
     "survivors": ("-m attack --only survivors --device cuda --seconds 150", 240.0),
     "train": ("-m fusco train --preset large --device cuda --dispatcher both --steps 30", 120.0),
     **{
@@ -173,6 +174,11 @@ def _decoded(record: Record) -> list[list[str]]:
     return [[record["variant"], "", "", case, "", "", _verdict(record["verified"])]]
 
 
+def _copied(record: Record) -> list[list[str]]:
+    case = f"{record['what']}: {record['ms']:.3f}" + (f", {record['gbs']} GB/s" if record["gbs"] else "")
+    return [[record["variant"], "", "", case, "", "", _verdict(record["verified"])]]
+
+
 def _struck(record: Record) -> list[list[str]]:
     case = f"{record['ranks']} ranks, {record['strikes']}: right after {1e3 * record['right_s']:.0f}"
     return [["fusco", "", "", case, "", "", "yes"]]
@@ -197,6 +203,7 @@ CELLS = {
     "run": _trained,
     "prefill": _prefilled,
     "bench.decode": _decoded,
+    "copies": _copied,
     "strike": _struck,
     "case-attempt": _judged,
 }
