@@ -136,12 +136,17 @@ def _timed(group: dist.ProcessGroup, device: str, call: Callable[[], object]) ->
     return median(times[_NUM_WARM_UPS:])
 
 
-def main() -> int:
-    """Measure on two ranks, print a table and write records."""
+def new_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Measure on two ranks, print a table and write records."""
+    chosen = new_parser().parse_args()
     sizes = (8192, 2048, 768) if chosen.device == "cuda" else (128, 256, 64)
     with LocalWorld(NUM_RANKS, chosen.device) as world:
         ranks = world.run(measure, NUM_RANKS, chosen.device, *sizes)

@@ -50,6 +50,8 @@ def parse(arguments, tmp_path):
         from attack.__main__ import parse as parse_attack  # noqa: PLC0415  not on the path elsewhere
 
         chosen = parse_attack(arguments[2:])
+    elif Path(arguments[0]).stem == "expert_copies":
+        chosen = importlib.import_module("expert_copies").new_parser().parse_args(arguments[1:])
     else:
         assert arguments[:4] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         assert Path(arguments[4]).exists()
