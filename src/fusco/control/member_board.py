@@ -93,11 +93,10 @@ class MemberBoard:
             self.views[sender] = view
         return {}
 
-    def note_value(self, message: dict[str, Any]) -> dict[str, Any]:
+    def note_value(self, message: dict[str, Any]) -> None:
         """Note a value of another rank in an all-gather."""
         if int(message["number"]) >= self.installed.number:
             self.values(int(message["number"]), str(message["stage"]))[int(message["sender"])] = message["value"]
-        return {}
 
     def note_exclusion(self, message: dict[str, Any]) -> dict[str, Any]:
         """Note that a later generation does not have this rank."""

@@ -161,14 +161,18 @@ class MemberGather:
 
 
 class _Delivery(AbstractContextManager["_Delivery"]):
-    """One message to all other members, sent again to those that are awaited: one that has ended does not listen."""
+    """One message to all other members, sent again to those that are awaited: one that has ended does not listen.
+
+    A member that has answered once has the value. It may go on and answer nothing for a while, such as a reminder.
+    """
 
     def __init__(self, gather: MemberGather, body: bytes) -> None:
         self._gather, self._body, self._requests = gather, body, gather.status_server.requests()
         self._addresses = [gather.by_number[number].address for number in gather.members]
-        self.asking: set[int] = set()  # ranks that have not answered
-        for rank in range(gather.world_size):
-            self._send(rank)
+        self.asking = set(range(gather.world_size)) - {gather.rank}  # ranks that have not answered
+        self._reminded: set[int] = set()  # and have not answered that
+        for rank in self.asking:
+            self._send(rank, self.asking)
         self._sent_at = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
@@ -179,16 +183,14 @@ class _Delivery(AbstractContextManager["_Delivery"]):
         self._requests.turn(0.0)
         if time.monotonic() - self._sent_at > _REMINDER_S:
             self._sent_at = time.monotonic()
-            for rank in set(range(self._gather.world_size)) - values.keys() - self.asking:
-                self._send(rank)
+            for rank in set(range(self._gather.world_size)) - values.keys() - self.asking - self._reminded:
+                self._reminded.add(rank)
+                self._send(rank, self._reminded)
 
-    def _send(self, rank: int) -> None:
-        if rank == self._gather.rank:
-            return
-        self.asking.add(rank)
-        self._requests.add(self._addresses[rank], self._body, partial(self._note, rank))
+    def _send(self, rank: int, waiting: set[int]) -> None:
+        self._requests.add(self._addresses[rank], self._body, partial(self._note, rank, waiting))
 
-    def _note(self, rank: int, outcome: bytes | OSError) -> None:
-        self.asking.discard(rank)
+    def _note(self, rank: int, waiting: set[int], outcome: bytes | OSError) -> None:
+        waiting.discard(rank)
         if isinstance(outcome, OSError):
             self._gather.note_failure(outcome, rank)

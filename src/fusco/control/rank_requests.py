@@ -27,14 +27,23 @@ _LOCAL_FAILURES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errn
 class RequestServer:
     """One thread that answers a request of each connection and closes it; see ``HelloListener`` for its bounds."""
 
-    def __init__(self, host: str, secret: bytes, answer: Callable[[bytes], bytes | None]) -> None:
-        """Listen; ``answer`` is called in the thread, must return soon, and must not raise. Raises ``OSError``."""
-        self._is_closed = False
+    def __init__(
+        self,
+        host: str,
+        secret: bytes,
+        answer: Callable[[bytes], bytes | None],
+        on_answered: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
+        """Listen; the thread calls ``answer`` with a request, and ``on_answered`` once the answer is sent.
+
+        Both must return soon and must not raise. Raises ``OSError``.
+        """
+        self._is_closed, self._on_answered = False, on_answered
         with contextlib.ExitStack() as undo:
             self._socket, self._loop = undo.enter_context(listen_on(host)), SocketLoop()
             self.port: int = self._socket.getsockname()[1]
             self._listener = HelloListener(
-                self._loop, self._socket, secret, answer, lambda _, connection: connection.close(), challenges=False
+                self._loop, self._socket, secret, answer, self._end_request, challenges=False
             )
             self._thread = threading.Thread(target=self._run, name="fusco-status-server", daemon=True)
             self._thread.start()
@@ -50,6 +59,10 @@ class RequestServer:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_TIMEOUT_S)
         self._socket.close()
+
+    def _end_request(self, request: bytes, connection: socket.socket) -> None:
+        connection.close()
+        self._on_answered(request)
 
     def _run(self) -> None:
         with self._loop:

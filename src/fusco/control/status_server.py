@@ -7,6 +7,7 @@ secret that the ranks have shared since the communicator was made. What comes wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -18,6 +19,8 @@ from fusco.control.member_board import MemberBoard, View
 from fusco.control.rank_requests import Requests, RequestServer, ask_all, is_local_failure
 
 Address: TypeAlias = tuple[str, int]  # IPv4 address and port of a rank's status server
+# Of what is not a request of a rank, despite the secret.
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _MAX_REASON_CHARS = 8000  # as JSON, with room to spare in a request
 
 
@@ -85,14 +88,10 @@ class StatusServer:
         self.failure_report: FailureReport | None = None
         self.departures: dict[int, str] = {}  # ranks that have left, and why
         self.board, self.is_held = MemberBoard(), False
-        self._notes = {
-            "view": self._note_view,
-            "value": self.board.note_value,
-            "exclusion": self.board.note_exclusion,
-        }
+        self._notes = {"view": self._note_view, "exclusion": self.board.note_exclusion}
         self._installing = threading.Lock()
         self._early: dict[int, list[dict[str, Any]]] = {}  # reports of later generations
-        self._server = RequestServer(host, self._secret, self._answer_request)
+        self._server = RequestServer(host, self._secret, self._answer_request, self._note_value)
         self.address = (host, self._server.port)
         self._siblings = set() if siblings is None else siblings
         self._siblings.add(self)
@@ -192,9 +191,20 @@ class StatusServer:
 
     def _answer_request(self, request: bytes) -> bytes | None:
         try:
-            return json.dumps(self.answer(json.loads(request))).encode()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None  # not a request of a rank, despite the secret
+            message = json.loads(request)
+            return b"{}" if "value" in message else json.dumps(self.answer(message)).encode()
+        except _FOREIGN:
+            return None
+
+    def _note_value(self, request: bytes) -> None:
+        """Note a value of an all-gather, now that its sender has the answer.
+
+        With the last one the main thread goes on, and may hold the interpreter's lock until the sender goes on, too.
+        """
+        with contextlib.suppress(*_FOREIGN):
+            message = json.loads(request)
+            if "value" in message:
+                self.board.note_value(message["value"])
 
     def _request(
         self, addresses: Mapping[int, Address], request: dict[str, Any], timeout_s: float

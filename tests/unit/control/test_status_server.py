@@ -13,7 +13,8 @@ from functools import partial
 
 import pytest
 
-from fusco.control.hello import CHALLENGE_BYTES, NONCE_BYTES, TAG_BYTES, tag_of
+from fusco.control.hello import CHALLENGE_BYTES, NONCE_BYTES, TAG_BYTES, ServerHello, tag_of
+from fusco.control.rank_requests import ask_all
 from fusco.control.status_server import FailureReport, NoAnswer, Status, StatusServer, Unasked
 
 HOST = "127.0.0.1"
@@ -52,6 +53,18 @@ def test_a_rank_outside_a_communicator_says_in_which_call_of_another_one_it_is()
         other.leave_siblings()  # as it has failed in it
         assert one.status.elsewhere == ""
     assert not siblings
+
+
+def test_a_value_counts_once_its_sender_has_the_answer(status_server, monkeypatch):
+    """Else this rank might go on, with the interpreter's lock held, while the sender waits for the answer."""
+    values, seen, answer = status_server.board.values(1, "stage"), [], ServerHello.answer
+    monkeypatch.setattr(ServerHello, "answer", lambda hello, body: (seen.append(dict(values)), answer(hello, body)))
+    message = json.dumps({"value": {"number": 1, "stage": "stage", "sender": 2, "value": "of 2"}})
+    assert ask_all([status_server.address], b"secret", message.encode(), LIMIT_S) == [b"{}"]
+    deadline = time.monotonic() + LIMIT_S
+    while not values and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (seen, values) == ([{}], {2: "of 2"})
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ PyTorch's rendezvous uses the process group's store without a time limit, under 
 process. Ranks that took part in groups of different sizes count differently, and then wait for each other for ever.
 
 Between two rounds through the store, PyTorch passes file descriptors through a socket while it holds the interpreter's
-lock. No thread of this process can interrupt that, so the socket itself gets a time limit. PyTorch does not expose the
+lock. No thread of this process can interrupt that, so the socket itself gets a time limit, and a rank that is through
+with an all-gather waits for none that may be in this already (``MemberGather``). PyTorch does not expose the
 socket; it is found by its name, which torch 2.11 makes in ``IpcChannel::get_socket_name``. If another version names it
 differently, the limit is lost: tests/cuda/test_cuda_socket_name.py and tests/unit/cuda/memory/test_rendezvous.py then
 fail.
