@@ -62,7 +62,7 @@ test-gpu: setup
 	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
 
 # Tests of several ranks at a time, of each of two parts: one for every 40 GB of all GPUs, as the four ranks of most take
-# up to 3 GiB each, in both parts. Each test is named as it ends, so that a run that is cut off says what failed.
+# up to 3 GiB each, in both parts. Each test is named as it ends, with why it failed: runs may be cut off.
 GPU_WORKERS ?= $(or $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | \
     awk '{ mb += $$1 } END { print int(mb / 40000) }' | grep -v '^0$$'),1)
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes

@@ -42,6 +42,9 @@ BEGUN_FIRST = (
 )
 
 
+MOST_CHARS = 6000  # of a failure's reason, which has the traces of several ranks
+
+
 def pytest_configure(config):
     """Give the processes of pytest-xdist the GPUs in different orders, since ranks 0 and 1 are in every test."""
     config.option.loadscopereorder = False
@@ -49,6 +52,22 @@ def pytest_configure(config):
     if worker and num_gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = 2 * int(worker.removeprefix("gw"))
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % num_gpus) for i in range(num_gpus))
+    if not worker and config.option.verbose > 0:
+        config.pluginmanager.register(FailureReasons(config.pluginmanager))
+
+
+class FailureReasons:
+    """Writes why a test fails as it ends, since a run that is cut off has no summary."""
+
+    def __init__(self, plugins):
+        self._plugins = plugins
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed and (terminal := self._plugins.get_plugin("terminalreporter")):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line(f"\n{report.nodeid} ({report.when}, {report.duration:.1f} s):")
+            terminal.write_line((crash.message if crash else report.longreprtext)[:MOST_CHARS])
 
 
 def pytest_addoption(parser):
