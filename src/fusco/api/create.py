@@ -386,8 +386,8 @@ def connect_parts(
                 connections, config, validator.placement, library, num_experts=num_experts, captured=captured
             )
         else:
-            warm_up(config)
-            connections = connect(store_gather, CpuLayout.of(config).segment_sizes, peer_info, SPIN_S_ON_CPU)
+            sizes = CpuLayout.of(config).segment_sizes
+            connections = connect(store_gather, sizes, peer_info, SPIN_S_ON_CPU, lambda: warm_up(config))
             resources.callback(connections.close)
             resources.push(report)
             engine = on_cpu = CpuEngine(connections, config)

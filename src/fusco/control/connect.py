@@ -17,7 +17,7 @@ from fusco.control.member_board import View
 from fusco.control.member_gather import Gather, MemberGather
 from fusco.control.node_memory import NodeMemory, warm_up_node_memory
 from fusco.control.record_round import warm_up_record_round
-from fusco.control.shared_segment import SegmentAddress, SharedSegment
+from fusco.control.shared_segment import SegmentAddress, SharedSegment, check_room
 from fusco.control.status_server import StatusServer
 from fusco.control.store_gather import StoreGather
 from fusco.control.tcp_transport import TcpTransport
@@ -58,18 +58,27 @@ class Connections:
         self.status_server.close()
 
 
-def connect(store_gather: Gather, sizes: SegmentSizes, peer_info: PeerInfo, spin_s: float = 0.0) -> Connections:
+def connect(
+    store_gather: Gather,
+    sizes: SegmentSizes,
+    peer_info: PeerInfo,
+    spin_s: float = 0.0,
+    compile_kernels: Callable[[], object] = lambda: None,
+) -> Connections:
     """Connect to all other ranks and map the segments of the ranks of this node, whose sizes are equal on all ranks.
 
-    ``spin_s`` is that of the ``Watchdog``.
+    ``spin_s`` is that of the ``Watchdog``; ``compile_kernels`` is called once all ranks have room.
 
     Raises:
         SharedMemoryError: on all ranks, if one has no room or cannot open a peer's segment.
         PeerFailureError: with the rank that died or did not join in time.
         TransportError: if a network does not work.
     """
+    num_neighbours = sum(host == peer_info.hosts[store_gather.rank] for host in peer_info.hosts)
+    _require_room(store_gather, sizes, num_neighbours)
     warm_up_node_memory()  # before any rank's clock runs
     warm_up_record_round()
+    compile_kernels()
     with ExitStack() as resources:
         secret = _secret(store_gather)
         hosts, listen_on, topology = peer_info.hosts, peer_info.listen_on, sizes.control.topology
@@ -80,7 +89,6 @@ def connect(store_gather: Gather, sizes: SegmentSizes, peer_info: PeerInfo, spin
         resources.callback(watchdog.close)
         watchdog.begin(0, "Communicator")
         store_gather.watched_by(watchdog)
-        num_neighbours = sum(host == hosts[store_gather.rank] for host in hosts)
         segments = _map_segments(store_gather, sizes, num_neighbours)
         for segment in segments:
             resources.enter_context(segment)
@@ -168,6 +176,16 @@ def _start_status_server(
     return status_server, {
         rank: Member(tuple(entry["address"]), entry["pid"], hosts[rank]) for rank, entry in enumerate(found)
     }
+
+
+def _require_room(store_gather: Gather, sizes: SegmentSizes, num_neighbours: int) -> None:
+    """Raise ``SharedMemoryError`` on all ranks if one has no room for its segment."""
+    error = ""
+    try:
+        check_room(sizes.num_bytes, num_neighbours, sizes.private_bytes)
+    except SharedMemoryError as failure:
+        error = str(failure)
+    raise_if_any(store_gather, store_gather.all_gather("room", error))
 
 
 def _map_segments(store_gather: Gather, sizes: SegmentSizes, num_neighbours: int) -> list[SharedSegment]:

@@ -55,7 +55,7 @@ class SharedSegment(AbstractContextManager["SharedSegment"]):
         Raises ``SharedMemoryError``, with the bytes needed and free, if the machine has no room for all of them.
         """
         try:
-            _check_room(num_bytes, num_ranks, private_bytes)
+            check_room(num_bytes, num_ranks, private_bytes)
             fd = os.open(SHARED_MEMORY_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 for first in range(0, num_bytes, _RESERVED_AT_ONCE):
@@ -132,7 +132,8 @@ def _not_mapped(num_bytes: int, error: OSError) -> str:
     )
 
 
-def _check_room(num_bytes: int, num_ranks: int, private_bytes: int) -> None:
+def check_room(num_bytes: int, num_ranks: int, private_bytes: int) -> None:
+    """Raise ``SharedMemoryError`` if the machine has no room for what ``SharedSegment.create`` makes."""
     # Reserving more than the machine has would wake the kernel's out-of-memory killer before it fails.
     free = free_bytes()
     if num_bytes * num_ranks > free:

@@ -52,6 +52,19 @@ def test_what_several_ranks_lack_is_said_once():
         raise_if_any(mock.Mock(members=(0, 1, 3, 4, 5)), ["no room", "no room", "", "no room", "no descriptors"])
 
 
+def test_nothing_is_compiled_for_a_communicator_that_one_rank_has_no_room_for():
+    has_compiled, free = mock.Mock(), [0, 1 << 40]  # of the machine, when the ranks look
+    with (
+        mock.patch("fusco.api.create.warm_up", has_compiled),
+        mock.patch("fusco.control.shared_segment.free_bytes", side_effect=free),
+    ):
+        errors = on_ranks(2, parts_of)
+    for error in errors.values():
+        assert type(error) is SharedMemoryError
+        assert "room for 0; lower max_tokens_per_rank" in str(error)
+    has_compiled.assert_not_called()
+
+
 @pytest.mark.parametrize("where", WHERE)
 def test_a_rank_without_room_tells_the_others_at_once(where):
     here, real = threading.local(), resolve_name(f"fusco.{where}")
