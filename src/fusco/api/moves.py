@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -243,8 +243,8 @@ class ExpertMoves(Exchanges):
             require_movable_tensors("prefetch_experts")
             self._owners.check_plan(plan, spare_places)
             self._require_homes(weights, plan.placement)
-        fields = _describe_copies(weights, f"{spare_places} places, of the device")
-        self._agree(CollectiveFingerprint("prefetch_experts", fields))
+        kinds = tuple((weight.dtype, weight.shape[1:], wants_grad(weight)) for weight in weights)
+        self._agree(_device_copies_call(kinds, spare_places))
         sources = [weight.detach() for weight in weights]
         spares = tuple(weight.new_empty((spare_places, *weight.shape[1:])) for weight in sources)
         self._owners.copy_experts(plan, sources, spares, is_sum=False)
@@ -259,9 +259,7 @@ class ExpertMoves(Exchanges):
 
     def _require_homes(self, weights: Weights, placement: ExpertPlacement) -> None:
         """Raise unless weights are of this rank's experts in a placement."""
-        experts = placement.rank_to_experts[self._validator.rank]
-        num_homes = max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
-        self._validator.require_experts("weights", weights, num_homes)
+        self._validator.require_experts("weights", weights, placement.num_filled_places[self._validator.rank])
 
     def _planned_move(
         self,
@@ -373,3 +371,12 @@ def _describe_copies(weights: Weights, copies: str) -> Fields:
     """Return what all ranks compare before copies of a batch."""
     is_needed = str(list(map(wants_grad, weights)))
     return {"copies": copies, "experts": describe_experts(weights), "requires_grad": is_needed}
+
+
+@lru_cache(maxsize=64)  # the same in every batch
+def _device_copies_call(
+    kinds: tuple[tuple[torch.dtype, torch.Size, bool], ...], spare_places: int
+) -> CollectiveFingerprint:
+    weights = [torch.empty((0, *shape), dtype=dtype, device="meta", requires_grad=grad) for dtype, shape, grad in kinds]
+    fields = _describe_copies(weights, f"{spare_places} places, of the device")
+    return CollectiveFingerprint("prefetch_experts", fields)

@@ -60,6 +60,7 @@ class Owners:
         self.placement = validator.caller_placement or validator.placement
         self.placement_of_all = validator.placement_of_all or self.placement
         self._choice: OwnerChoice | None = None
+        self._on_device: DeviceChoice | None = None  # the same, if the device exchanges counts
         self.are_chosen = False
         self.batch: Callable[[torch.Tensor], torch.Tensor] | None = None  # chooses as the latest plan says
         # Graphs may be captured now and replayed after another placement.
@@ -101,7 +102,7 @@ class Owners:
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
-        if isinstance(self._choice, DeviceChoice):
+        if self._on_device:
             check = partial(self._validator.require_not_capturing, "plan_batch")
             plan = self.plan_on_device(topk_idx, balance, check).wait()
             self.batch = self.batch if len(plan.experts) else None
@@ -112,12 +113,12 @@ class Owners:
         self, topk_idx: torch.Tensor, balance: Balance, check_first: Callable[[], None] = lambda: None
     ) -> DeviceBatchPlan:
         """Plan as ``plan_batch`` does, where no host waits."""
-        placement, choice = self.of_members(self.placement), self._choice
+        placement, choice = self.of_members(self.placement), self._on_device
 
         def check() -> None:
             check_first()
-            if not isinstance(choice, DeviceChoice):
-                raise ValueError(  # noqa: TRY004  of no argument's type
+            if choice is None:
+                raise ValueError(
                     f"a device plans batches of a communicator on CUDA whose experts have places; this one is on "
                     f"{self._validator.device}, with {self.placement}: call plan_batch"
                 )
@@ -128,12 +129,12 @@ class Owners:
                 )
 
         def prepare(request: Request, call: Call) -> Pending[DeviceBatchPlan]:  # noqa: ARG001
-            assert isinstance(choice, DeviceChoice)
+            assert choice is not None
             plan = choice.plan  # invalid ids are the dispatch's to report
             return Pending((), lambda _: plan(topk_idx, placement, balance))
 
         made = self._run("plan_batch", _plan_call(placement, balance), topk_idx, prepare, check)
-        assert isinstance(choice, DeviceChoice)
+        assert choice is not None
         self.batch = choice.choose_planned
         return replace(made, fetch=lambda: self._numbered(made.fetch()))
 
@@ -141,8 +142,8 @@ class Owners:
         self, plan: DeviceBatchPlan, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, is_sum: bool
     ) -> None:
         """Copy experts as a plan of this communicator says, within the node; see ``DeviceChoice``."""
-        assert isinstance(self._choice, DeviceChoice)
-        self._choice.copy_experts(plan, sources, targets, is_sum=is_sum)
+        assert self._on_device is not None
+        self._on_device.copy_experts(plan, sources, targets, is_sum=is_sum)
 
     def check_plan(self, plan: DeviceBatchPlan, spare_places: int) -> None:
         """Raise ``ValueError`` unless the device can copy experts as a plan says."""
@@ -232,6 +233,7 @@ class Owners:
     def _take(self, placement: ExpertPlacement, tables: OwnerTables) -> None:
         if self._choice is None:
             self._choice, self.are_chosen = self._engine.owner_choice(), True
+            self._on_device = self._choice if isinstance(self._choice, DeviceChoice) else None
         self._choice.place(tables)
         for each in self.former:
             each._follow(placement)  # noqa: SLF001  of this class
@@ -252,14 +254,14 @@ class Owners:
 
     def _divide(self, topk_idx: torch.Tensor) -> Int32Array | torch.Tensor:
         """Exchange the counts of experts that have shares, and return this rank's bounds."""
-        choice, divided = self._choice, self._tables.divided
+        choice, divided = self._on_device, self._tables.divided
 
         def prepare(request: Request, call: Call) -> Pending[torch.Tensor]:  # noqa: ARG001
-            assert isinstance(choice, DeviceChoice)
+            assert choice is not None
             divide = choice.divide  # once all ranks agree, as it waits for them on the device
             return Pending((), lambda _: divide(topk_idx))
 
-        if isinstance(choice, DeviceChoice):
+        if choice is not None:
             return self._run("dispatch", self._known, topk_idx, prepare)
         return self._tables.divide_rows(self._exchange("dispatch", self._known, topk_idx, len(divided), divided))
 

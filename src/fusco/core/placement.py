@@ -268,6 +268,14 @@ class ExpertPlacement:
         return ExpertPlacement.contiguous(self.world_size * len(self.physical_to_logical[0]), self.world_size)
 
     @cached_property
+    def num_filled_places(self) -> tuple[int, ...]:
+        """The places of each rank up to its last expert."""
+        return tuple(
+            max((place + 1 for place, expert in enumerate(experts) if expert >= 0), default=0)
+            for experts in self.rank_to_experts
+        )
+
+    @cached_property
     def expert_to_physical(self) -> tuple[tuple[int, ...], ...]:
         """The physical experts of each expert, ascending, so in order of rank; none of an expert that is lost."""
         if self.physical_to_logical is None:

@@ -116,10 +116,11 @@ class CopyingDispatcher(Dispatcher, Protocol):
             (num_local_experts,).
         """
 
-    def copy_experts(self, plan: Any, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+    def copy_experts(self, plan: Any, arrival: Arrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
         """Return the weights of this rank's copies.
 
         Args:
-            plan: of ``plan_copies``, whose tokens have been dispatched.
+            plan: of ``plan_copies``.
+            arrival: of the ``dispatch`` of its tokens.
             weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
         """

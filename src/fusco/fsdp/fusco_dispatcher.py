@@ -36,6 +36,12 @@ class _CopyPlan:
     comm: Communicator
     plan: BatchPlan | DeviceBatchPlan
     spare_places: int
+    num_copies: torch.Tensor  # int32 (1,) on the host; of a plan of the device once a later wait is over
+
+    def copies_none(self, arrival: Arrival) -> bool:
+        """Return whether the host knows that no rank has copies."""
+        is_known = isinstance(self.plan, BatchPlan) or arrival.num_rows_on_host is not None
+        return is_known and not int(self.num_copies)
 
 
 class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
@@ -114,16 +120,24 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
         """Plan copies for these tokens, on the device within a node of GPUs; see ``CopyingDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
         is_on_device = topk_idx.is_cuda and comm.topology.num_nodes == 1
-        if is_on_device and self._stream is None:
-            self._stream = torch.cuda.Stream(topk_idx.device)  # type: ignore[no-untyped-call]
-        plan = comm.plan_batch_on_device(topk_idx, balance) if is_on_device else comm.plan_batch(topk_idx, balance)
+        plan: BatchPlan | DeviceBatchPlan
+        if is_on_device:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(topk_idx.device)  # type: ignore[no-untyped-call]
+            plan = comm.plan_batch_on_device(topk_idx, balance)
+            num_copies = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
+            num_copies.copy_(plan.table[:1], non_blocking=True)
+        else:
+            plan = comm.plan_batch(topk_idx, balance)
+            num_copies = torch.tensor([len(plan.experts)], dtype=torch.int32, device="cpu")
         num_local = num_experts // self._num_ranks
         of_rank = plan.rows_per_expert[comm.rank * num_local : (comm.rank + 1) * num_local]
-        return _CopyPlan(comm, plan, balance.spare_places), torch.as_tensor(of_rank, device=topk_idx.device)
+        wanted = torch.as_tensor(of_rank, device=topk_idx.device)
+        return _CopyPlan(comm, plan, balance.spare_places, num_copies), wanted
 
-    def copy_experts(self, plan: _CopyPlan, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+    def copy_experts(self, plan: _CopyPlan, arrival: Arrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
         """Send copies, on CUDA beside what the current stream does next; see ``CopyingDispatcher``."""
-        if isinstance(plan.plan, BatchPlan) and not len(plan.plan.experts):
+        if plan.copies_none(arrival):
             return ExpertCopies({})
         event, stream = None, self._stream if isinstance(plan.plan, DeviceBatchPlan) else None
         if stream is not None:

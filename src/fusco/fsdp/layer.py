@@ -61,7 +61,7 @@ class ExpertParallelLayer:
             plan, wanted = balanced.plan_copies(x, top_k_index, num_experts, self.balance)
             self.counter.count(wanted)
             arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)
-            copies = balanced.copy_experts(plan, self.experts.weights())
+            copies = balanced.copy_experts(plan, arrival, self.experts.weights())
             y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies, arrival.num_rows_on_host)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
