@@ -10,7 +10,7 @@ import torch
 
 from fusco.control.node_memory import NodeMemory
 from fusco.core.errors import Stall
-from fusco.core.segments import Segments
+from fusco.core.segments import Descriptors, Segments
 from fusco.cuda.between_nodes.network import Network, messages_of
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.copy_segments import copy_segments
@@ -23,54 +23,76 @@ Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 class _RingTask:
-    """Slices of segments that pass one by one through a ring between two ranks of the node.
+    """Slices of segments that pass through a ring between two ranks of the node.
 
-    ``_flag`` is this rank's count of the slots that it has filled or emptied. Each look at the ring announces those
-    whose copies are complete.
+    A single segment passes by copies of the driver, of up to half a ring at once; others slice by slice. ``flag`` is
+    that of this rank's count of the slots that it has filled or emptied. Each look at the ring announces those whose
+    copies are complete.
     """
 
     def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, peer: int, flag: int, copy: Copy) -> None:
-        self._memory, self._arena, self._peer, self._flag, self._copy = memory, arena, peer, flag, copy
-        self._peers_flags = memory.flags[arena.node_ranks.index(peer)]
-        slice_bytes = arena.layout.slot_bytes
-        self._segments, self._slices = segments.memory, segments.slices(slice_bytes)
-        self._num_copied, self._num_slices = 0, -(-segments.total_bytes // slice_bytes)
-        self._num_announced = self._num_passed = memory.own.load(flag)
-        self._copies: deque[torch.cuda.Event] = deque()
+        self._peer, self._copy, self._announce = peer, copy, memory.own.writer(flag)
+        self._peers_flags, self._stream = memory.flags[arena.node_ranks.index(peer)], arena.gpu.current_stream()
+        self._depth, self._slot_bytes = arena.layout.ring_depth, arena.layout.slot_bytes
+        self._segments, self._run = segments.memory, _only_run(segments)
+        self._slices = iter(()) if self._run is not None else segments.slices(self._slot_bytes)
+        self._num_copied, self._num_slices = 0, -(-segments.total_bytes // self._slot_bytes)
+        self._num_passed = memory.own.load(flag)
+        self._copies: deque[tuple[int, torch.cuda.Event]] = deque()
 
-    def _count_copy(self) -> None:
-        self._num_copied += 1
-        self._num_passed += 1
-        self._copies.append(self._arena.gpu.current_stream().record_event())
+    def _pass(self, ring: torch.Tensor, num_slots: int) -> bool:
+        """Copy slices to or from at most as many slots of a ring; return whether there were any."""
+        slot = self._num_passed % self._depth
+        number = min(num_slots, self._num_slices - self._num_copied, self._depth - slot, self._depth // 2)
+        if number <= 0:
+            return False
+        if self._run is None:
+            number = 1
+            self._copy_slice(ring[slot * self._slot_bytes :], next(self._slices))
+        else:
+            first = self._num_copied * self._slot_bytes
+            piece = self._run[first : first + number * self._slot_bytes]
+            self._copy_run(ring[slot * self._slot_bytes :][: len(piece)], piece)
+        self._num_copied += number
+        self._num_passed += number
+        self._copies.append((self._num_passed, self._stream.record_event()))
+        return True
+
+    def _copy_slice(self, in_ring: torch.Tensor, piece: Descriptors) -> None:
+        raise NotImplementedError
+
+    def _copy_run(self, in_ring: torch.Tensor, piece: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def _has_announced_all(self) -> bool:
-        while self._copies and self._copies[0].query():
-            self._copies.popleft()
-            self._num_announced += 1
-            self._memory.own.store(self._flag, self._num_announced)
+        while self._copies and self._copies[0][1].query():
+            self._announce(self._copies.popleft()[0])
         return not self._copies
 
 
 class SegmentSender(_RingTask):
-    """Task that gathers segments slice by slice into the ring to a rank."""
+    """Task that gathers segments into the ring to a rank."""
 
     def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, dst: int, copy: Copy) -> None:
-        self._consumer = arena.node_ranks.index(dst)
-        super().__init__(segments, memory, arena, dst, memory.layout.produced_flag(self._consumer), copy)
+        consumer = arena.node_ranks.index(dst)
+        super().__init__(segments, memory, arena, dst, memory.layout.produced_flag(consumer), copy)
+        self._ring = arena.ring(arena.local, consumer)
+        self._consumed_flag = memory.layout.consumed_flag(arena.local)
 
     @property
     def _num_waiting(self) -> int:
-        """Messages that the consumer has not taken yet."""
-        return self._num_passed - self._peers_flags.load(self._memory.layout.consumed_flag(self._arena.local))
+        """Slices that the consumer has not taken yet."""
+        return self._num_passed - self._peers_flags.load(self._consumed_flag)
 
     def step(self) -> bool:
         self._has_announced_all()
-        if self._num_copied == self._num_slices or self._num_waiting >= self._arena.layout.ring_depth:
-            return False
-        slot, piece = self._arena.ring_slot(self._arena.local, self._consumer, self._num_passed), next(self._slices)
-        self._copy(self._segments, piece.offset_bytes, slot, piece.packed_offset_bytes, piece.num_bytes)
-        self._count_copy()
-        return True
+        return self._num_copied < self._num_slices and self._pass(self._ring, self._depth - self._num_waiting)
+
+    def _copy_slice(self, in_ring: torch.Tensor, piece: Descriptors) -> None:
+        self._copy(self._segments, piece.offset_bytes, in_ring, piece.packed_offset_bytes, piece.num_bytes)
+
+    def _copy_run(self, in_ring: torch.Tensor, piece: torch.Tensor) -> None:
+        in_ring.copy_(piece)
 
     @property
     def is_done(self) -> bool:
@@ -85,18 +107,20 @@ class SegmentReceiver(_RingTask):
     """Task that scatters slices from the ring of a ``SegmentSender`` to segments."""
 
     def __init__(self, segments: Segments, memory: NodeMemory, arena: Arena, src: int, copy: Copy) -> None:
-        self._producer = arena.node_ranks.index(src)
-        super().__init__(segments, memory, arena, src, memory.layout.consumed_flag(self._producer), copy)
+        producer = arena.node_ranks.index(src)
+        super().__init__(segments, memory, arena, src, memory.layout.consumed_flag(producer), copy)
+        self._ring = arena.ring(producer, arena.local)
+        self._produced_flag = memory.layout.produced_flag(arena.local)
 
     def step(self) -> bool:
         self._has_announced_all()
-        num_produced = self._peers_flags.load(self._memory.layout.produced_flag(self._arena.local))
-        if self._num_copied == self._num_slices or num_produced <= self._num_passed:
-            return False
-        slot, piece = self._arena.ring_slot(self._producer, self._arena.local, self._num_passed), next(self._slices)
-        self._copy(slot, piece.packed_offset_bytes, self._segments, piece.offset_bytes, piece.num_bytes)
-        self._count_copy()
-        return True
+        return self._pass(self._ring, self._peers_flags.load(self._produced_flag) - self._num_passed)
+
+    def _copy_slice(self, in_ring: torch.Tensor, piece: Descriptors) -> None:
+        self._copy(in_ring, piece.packed_offset_bytes, self._segments, piece.offset_bytes, piece.num_bytes)
+
+    def _copy_run(self, in_ring: torch.Tensor, piece: torch.Tensor) -> None:
+        piece.copy_(in_ring)
 
     @property
     def is_done(self) -> bool:
@@ -175,3 +199,9 @@ class DeviceSegmentChannels:
 
 def _room_for(segments: Segments) -> torch.Tensor:
     return torch.empty(segments.total_bytes, dtype=torch.uint8, device=segments.base.device)
+
+
+def _only_run(segments: Segments) -> torch.Tensor | None:
+    """Return the memory of a single segment, ``None`` for others."""
+    at = segments.descriptors
+    return segments.memory.narrow(0, int(at.offset_bytes), at.total_bytes) if len(at.num_bytes) == 1 else None

@@ -102,11 +102,10 @@ class Arena:
         begin = self.layout.offsets["pool"] + first * rows.shape[1] * rows.element_size()
         return self._views[local][begin : begin + rows.nbytes].view(rows.dtype).view(rows.shape)
 
-    def ring_slot(self, producer: int, consumer: int, message: int) -> torch.Tensor:
-        """Return the ring slot of a message between two ranks of the node, in the producer's arena."""
+    def ring(self, producer: int, consumer: int) -> torch.Tensor:
+        """Return the slots of the ring between two ranks of the node, one behind the other, in the producer's arena."""
         layout = self.layout
-        first = layout.ring_offset(consumer, message)
-        return self._views[producer][first : first + layout.slot_bytes]
+        return self._views[producer][layout.ring_offset(consumer, 0) :][: layout.ring_depth * layout.slot_bytes]
 
     def network_slots(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the slots of slices that this rank sends to other nodes, as rows of ``dtype``; not to be kept."""
