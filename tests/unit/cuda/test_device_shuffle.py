@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,7 +39,7 @@ def lanes_pay():
 
 def scattered(total_bytes: int, *what: int | str) -> Segments:
     """Segments of unequal sizes, some empty, in reverse order with gaps between them; of one or of a wider dtype."""
-    cuts = sorted(number_of(0, total_bytes, *what, "cut", i) for i in range(number_of(0, 6, *what)))
+    cuts = sorted(number_of(0, total_bytes, *what, "cut", i) for i in range(max(0, number_of(-5, 6, *what))))
     sizes = torch.tensor([*cuts, total_bytes]) - torch.tensor([0, *cuts])
     ends = (sizes + GAP_BYTES).flip(0).cumsum(0).flip(0)
     dtype = (torch.uint8, torch.float32)[total_bytes % 2]
@@ -63,31 +65,49 @@ def sizes_of(kind: str, num_ranks: int) -> np.ndarray:
     return sizes
 
 
+def shuffle(sizes: np.ndarray, have_all_ended: threading.Barrier, comm: Any, *_: object) -> int:
+    """One rank's part of a shuffle; return the bytes that it sent to other nodes."""
+    rank, everyone = comm.rank, range(len(sizes))
+    send = {dst: scattered(int(sizes[rank, dst]), "send", rank, dst) for dst in everyone if sizes[rank, dst]}
+    receive = {src: scattered(int(sizes[src, rank]), "to", src, rank) for src in everyone if sizes[src, rank]}
+    expected = {src: scattered(int(sizes[src, rank]), "to", src, rank).memory for src in receive}
+    for src, part in receive.items():
+        sent = stream(scattered(int(sizes[src, rank]), "send", src, rank)).split(part.num_bytes.tolist())
+        for offset, piece in zip(part.offset_bytes.tolist(), sent, strict=True):
+            expected[src][offset : offset + len(piece)] = piece
+    comm.shuffle(send, receive)
+    have_all_ended.wait(LIMIT_S)  # a rank that leaves would end what others have under way
+    assert all(torch.equal(receive[src].memory, expected[src]) for src in receive)
+    return comm.profile.internode_row_bytes
+
+
+@pytest.mark.parametrize("ring_depth", [2, 3, 4])
+def test_single_and_scattered_segments_pass_through_small_rings(ring_depth):
+    settings = {"slice_bytes": 128, "ring_depth": ring_depth}
+    sizes = np.random.default_rng(ring_depth).integers(0, 2000, (3, 3))
+    counts = {
+        tuple(len(scattered(int(sizes[pair]), end, *pair).num_bytes) == 1 for end in ("send", "to"))
+        for pair in np.ndindex(3, 3)
+    }
+    assert len(counts) > 2, "one segment, and several, to one and to several"
+    with (
+        mock.patch("fusco.bench.host.null_device.Settings", lambda **given: Settings(**given | settings)),
+        mock.patch("repeated_rig.NUM_EXPERTS", 3),
+    ):
+        Node(topology=Topology((0, 0, 0))).run(partial(shuffle, sizes, threading.Barrier(3)))
+
+
 @pytest.mark.parametrize("kind", ["random", "one sender", "one receiver", "few"])
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 4)])
 @pytest.mark.usefixtures("lanes_pay")
 def test_segments_arrive_over_lanes(kind, num_nodes, ranks_per_node):
     topology = Topology.of_equal_nodes(num_nodes * ranks_per_node, ranks_per_node)
-    everyone, nodes = range(topology.world_size), np.array(topology.rank_to_node)
+    nodes = np.array(topology.rank_to_node)
     sizes = sizes_of(kind, topology.world_size)
-
-    def program(comm, _other, _library):
-        rank = comm.rank
-        send = {dst: scattered(int(sizes[rank, dst]), "send", rank, dst) for dst in everyone if sizes[rank, dst]}
-        receive = {src: scattered(int(sizes[src, rank]), "to", src, rank) for src in everyone if sizes[src, rank]}
-        expected = {src: scattered(int(sizes[src, rank]), "to", src, rank).memory for src in receive}
-        for src, part in receive.items():
-            sent = stream(scattered(int(sizes[src, rank]), "send", src, rank)).split(part.num_bytes.tolist())
-            for offset, piece in zip(part.offset_bytes.tolist(), sent, strict=True):
-                expected[src][offset : offset + len(piece)] = piece
-        comm.shuffle(send, receive)
-        have_all_ended.wait(LIMIT_S)  # a rank that leaves would end what others have under way
-        assert all(torch.equal(receive[src].memory, expected[src]) for src in receive)
-        return comm.profile.internode_row_bytes
 
     have_all_ended = threading.Barrier(topology.world_size)
     with mock.patch("repeated_rig.NUM_EXPERTS", topology.world_size):
-        sent = Node(topology=topology).run(program)
+        sent = Node(topology=topology).run(partial(shuffle, sizes, have_all_ended))
     crossing = np.where(nodes[:, None] != nodes, sizes, 0)
     for node, ranks in enumerate(topology.node_to_ranks):
         of_node = [sent[rank] for rank in ranks]
