@@ -113,8 +113,8 @@ class Pace:
             any rank moves nothing.
         bytes_per_s: the most bytes of a NIC since the first step over the time, likewise, up to a step. ``None`` means
             any.
-        num_sms: on CUDA, the most SMs of a kernel that copies for a step; ``None`` means all. The driver copies within
-            a node, and NCCL's kernels take the SMs of their channels.
+        num_sms: on CUDA, the most SMs of a kernel that copies for a step; ``None`` means all. NCCL's kernels take the
+            SMs of their channels.
     """
 
     step_bytes: int = 4 << 20

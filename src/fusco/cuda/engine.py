@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,6 @@ from fusco.core.errors import Stall
 from fusco.core.keeping import leak
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
-from fusco.core.rows import row_bytes
 from fusco.core.segments import Segments
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
@@ -35,6 +33,7 @@ from fusco.cuda.failure import own_backlog, stall_of
 from fusco.cuda.gpu import Gpu
 from fusco.cuda.kernels.copy_experts import bytes_of_experts
 from fusco.cuda.kernels.copy_segments import copy_segments
+from fusco.cuda.kernels.exchange_rows import exchange_rows
 from fusco.cuda.kernels.library import Library
 from fusco.cuda.memory.arena import Arena
 from fusco.cuda.memory.layout import DeviceLayout
@@ -254,28 +253,32 @@ class CudaEngine:
         return Pending(request.counts(self._topology.world_size), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """Keep the order of the caller's stream; on one node the host waits for the copies."""
+        """Keep the order of the caller's stream; on one node the host waits for the end."""
         if request.pieces:
             request = replace(request, input=_joined(request.pieces, request.num_sms), pieces=())
 
         def run(counts: Sequence[Sequence[int]]) -> AllToAllRequest:
+            on_stream = partial(self._order.on_stream, Launch(), request.input, request.output)
+            if not self._network:
+                with call.profile.spend("wire"), on_stream() as stream:
+                    self._exchange_within_node(request, call, stream)
+                return request
             with call.profile.spend("planning"):
                 rank_schedule = plan_all_to_all(request, counts, self._topology, self._rank, self._links)
-            on_stream = self._order.on_stream(Launch(), request.input, request.output)
-            with call.profile.spend("wire"), on_stream as stream:
-                if self._network:
-                    terms = (request.memories, rank_schedule, call, stream, request.num_sms)
-                    stream.wait_event(self._exchange_between_nodes(*terms))
-                else:
-                    self._exchange_within_node(request, call, stream)
+            with call.profile.spend("wire"), on_stream() as stream:
+                terms = (request.memories, rank_schedule, call, stream, request.num_sms)
+                stream.wait_event(self._exchange_between_nodes(*terms))
             return request
 
         return Pending(request.counts, run)
 
     def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
-        send = _by_peer(request.input, request.send_rows)
-        receive = _by_peer(request.output, request.receive_rows)
-        self._run(self._streams(stream).tasks(send, receive))
+        sent, received = (request.input, request.send_rows), (request.output, request.receive_rows)
+        exchange_rows(self._context.launcher(stream), self._arena.layout, sent, received, request.num_sms)
+        has_ended, others = stream.record_event(), tuple(r for r in self._arena.node_ranks if r != self._rank)
+        stall = Stall("exchanging rows", others, "all of them", "not all")
+        self._watchdog.wait_until(has_ended.query, lambda: stall)
+        self._watchdog.check_device()  # what is awaited also ends when the device gives up
         num_rows = sum(request.receive_rows) - request.receive_rows[self._rank]
         call.profile.intranode_row_bytes += num_rows * request.row_bytes
 
@@ -387,12 +390,3 @@ def _joined(pieces: Sequence[torch.Tensor], num_sms: int | None) -> torch.Tensor
     for part, piece in zip(joined.split(list(map(len, pieces))), pieces, strict=True):
         part.copy_(piece)
     return joined
-
-
-def _by_peer(rows: torch.Tensor, num_rows: Sequence[int]) -> dict[int, Segments]:
-    """Return the rows to or from each rank of the node, as segments; rows are in order of rank."""
-    size = row_bytes(rows)
-    return {
-        peer: Segments(rows, *torch.tensor([[(end - of_peer) * size], [of_peer * size]], device="cpu"))
-        for peer, (of_peer, end) in enumerate(zip(num_rows, itertools.accumulate(num_rows), strict=True))
-    }

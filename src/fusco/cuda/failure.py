@@ -33,6 +33,7 @@ PHASES = (
     Phase("carrying rows for each other within the node", "its node barrier"),
     Phase("exchanging rows of each expert", "its counts of epoch"),
     Phase("copying experts", "its message of number"),
+    Phase("exchanging rows", "its chunk of number"),
 )
 
 

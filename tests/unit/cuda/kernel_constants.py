@@ -15,6 +15,7 @@ from fusco.cuda.kernels.combine_rows import combine_type, fitting_ring
 from fusco.cuda.kernels.copy_experts import copy_constants, copy_experts_type
 from fusco.cuda.kernels.copy_segments import CopyArgs
 from fusco.cuda.kernels.divide_rows import DivideArgs
+from fusco.cuda.kernels.exchange_rows import EXCHANGE_CONSTANTS, exchange_type
 from fusco.cuda.kernels.gather_rows import gather_type
 from fusco.cuda.kernels.node_barrier import barrier_type
 from fusco.cuda.kernels.plan import plan_type
@@ -239,6 +240,7 @@ GRID: dict[str, list[Constants]] = {
             (32, 1, torch.float64),
         )
     ],
+    "exchange_rows": [constants_of(exchange_type(ranks), ranks, 512, **EXCHANGE_CONSTANTS) for ranks in (1, 2, 8, 32)],
     "divide_rows": [constants_of(DivideArgs, 1, 64)],
 }
 

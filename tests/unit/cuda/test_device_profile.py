@@ -30,12 +30,14 @@ def profile_of(rank: int) -> CallProfile:
         network=None,
         watchdog=mock.Mock(),
         links=CUDA_LINKS,
-        order=SimpleNamespace(on_stream=lambda *_: nullcontext()),
-        streams=lambda _: SimpleNamespace(tasks=lambda *_: []),
+        order=SimpleNamespace(on_stream=lambda *_: nullcontext(mock.Mock())),
+        context=mock.Mock(),
+        arena=SimpleNamespace(node_ranks=(0, 1, 2), layout=None),
     )
     pending = engine.prepare_all_to_all(request, Call(1, profile))
     assert pending.counts == [*sends[rank], *receives[rank]]
-    pending.run([[*sends[r], *receives[r]] for r in range(3)])
+    with mock.patch("fusco.cuda.engine.exchange_rows"):
+        pending.run([[*sends[r], *receives[r]] for r in range(3)])
     return profile
 
 

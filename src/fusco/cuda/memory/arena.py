@@ -78,7 +78,11 @@ class Arena:
         self._clear_report()
         self.plan_report = PlanReport(Flags(self._pinned[-1]))
         self._abort, abort_address = self._in_host_memory(_Abort)
-        sections = {name: at for name, at in layout.offsets.items() if name not in ("pool", "rings", "slices", "end")}
+        sections = {
+            name: at
+            for name, at in layout.offsets.items()
+            if name not in ("exchanged", "pool", "rings", "slices", "end")
+        }
         self.comm = comm_type(layout.num_ranks)(
             arena=self._addresses,
             state=self._state.data_ptr(),

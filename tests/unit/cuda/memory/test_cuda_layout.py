@@ -12,7 +12,7 @@ from fusco import Capacity, Settings, Topology, memory_size_hint
 from fusco.cuda.kernels.abi import CHUNK_PAIRS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.memory.layout import MAX_PAYLOADS, DeviceLayout
-from fusco.cuda.tuning import MAX_PARTS
+from fusco.cuda.tuning import EXCHANGE_LANES, MAX_PARTS
 
 CACHE_LINE = 128
 SECTIONS = (
@@ -22,6 +22,7 @@ SECTIONS = (
     "node_ready",
     "rows_ready",
     "sums_ready",
+    "exchanged",
     "ids",
     "weights",
     "pool",
@@ -74,6 +75,7 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
         "node_ready": 4 * ranks,
         "rows_ready": 4 * ranks * rows,
         "sums_ready": 4 * ranks * rows * MAX_PARTS,
+        "exchanged": 4 * 4 * EXCHANGE_LANES * ranks,
         "ids": 4 * 2 * topology.world_size * pairs,
         "weights": 8 * 2 * topology.world_size * pairs,
         "pool": 0,

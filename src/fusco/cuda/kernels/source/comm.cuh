@@ -25,7 +25,7 @@ enum State : u32 {
 // Purpose of a wait: an index into PHASES of fusco/cuda/failure.py.
 enum Phase : u32 {
     EXCHANGING_ROUTING, REUSING_ROWS, RECEIVING_ROWS, REUSING_SUMS, SUMMING_ROWS, GRID_BARRIER, NETWORK, NODE_BARRIER,
-    SHARING_COUNTS, COPYING_EXPERTS
+    SHARING_COUNTS, COPYING_EXPERTS, EXCHANGING_ROWS
 };
 
 // Values of the host's abort word. After the last one, memory that the network should have written is undefined.
