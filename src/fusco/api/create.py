@@ -340,7 +340,8 @@ def _log_start(validator: Validator, config: EngineConfig) -> None:
     network = "NCCL" if device == "cuda" else f"TCP on {rails or 'the default interface'}"
     links = "shared memory" if device == "cpu" else "NVLink"
     where = links if topology.num_nodes == 1 else f"{links} and {network}"
-    size = memory_size_hint(topology, config.capacity, config.settings, device).total_bytes / 2**30
+    placement = validator.caller_placement or validator.placement
+    size = memory_size_hint(topology, config.capacity, config.settings, device, placement).total_bytes / 2**30
     balancer = describe_balancer(validator.balancer)
     LOGGER.log(
         level, "communicator (%s) over %s, balancer %s, %.2f GiB", describe(validator, topology), where, balancer, size

@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from fusco import Capacity, Settings, Topology, memory_size_hint
+from fusco import Capacity, ExpertPlacement, Settings, Topology, memory_size_hint
 from fusco.cuda.kernels.abi import CHUNK_PAIRS
+from fusco.cuda.kernels.copy_experts import copied_bytes
+from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.memory.layout import MAX_PAYLOADS, DeviceLayout
 from fusco.cuda.tuning import EXCHANGE_LANES, MAX_PARTS
@@ -171,6 +173,17 @@ def test_the_hint_is_what_a_rank_takes(layout):
     assert size.shared_bytes == layout.offsets["end"]
     assert size.private_bytes == MAX_SPARE_BYTES + layout.repeated_routing_bytes
     assert min(size.control_bytes, size.routing_bytes, size.pool_bytes, size.ring_bytes) > 0
+
+
+def test_places_for_copies_take_slots_of_every_rank():
+    topology, capacity = Topology((0,) * 8), Capacity(max_tokens_per_rank=64, max_bytes_per_token=512, num_topk=8)
+    full = ExpertPlacement.contiguous(16, 8)
+    sizes = [memory_size_hint(topology, capacity, device="cuda", expert_placement=full.in_places(n)) for n in (2, 3)]
+    found = sizes[1].ring_bytes - sizes[0].ring_bytes
+    assert found == shared_count_bytes(8, 24) - shared_count_bytes(8, 16) + copied_bytes(8)
+    assert sizes[0].ring_bytes - memory_size_hint(topology, capacity, device="cuda").ring_bytes == shared_count_bytes(
+        8, 16
+    )
 
 
 @given(layouts())
