@@ -89,8 +89,7 @@ class ExpertMoves(Exchanges):
         """Plan as ``plan_batch`` does, on CUDA, where no host waits; a collective, which a CUDA graph may capture.
 
         The next ``dispatch`` follows the plan, and ``prefetch_experts`` takes it, within a node. Plan once with
-        the same ``balance`` before a capture. Replays plan for the placement of their capture: after ``place``, capture
-        again.
+        the same ``balance`` before a capture. Replays follow ``place``, which refuses what they could not plan for.
 
         Args:
             topk_idx: as for ``plan_batch``.

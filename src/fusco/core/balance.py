@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from fusco.core.compiled import compiled
 from fusco.core.integers import check_integer
 from fusco.core.lanes import IntArray
+
+if TYPE_CHECKING:  # as planners need no torch
+    from fusco.core.placement import ExpertPlacement
 
 # Of the search, on every device alike.
 NUM_CAPS = 20  # that are tried, at most
@@ -43,6 +46,20 @@ class Balance:
         for name in ("tolerance", "rows_per_copy"):
             if not 0 <= (value := getattr(self, name)) < float("inf"):
                 raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+
+    def check_placement(self, placement: ExpertPlacement) -> None:
+        """Raise ``ValueError`` unless a placement has one place of each expert, and the spare places on each rank."""
+        spare = min((row.count(-1) for row in placement.physical_to_logical or ()), default=0)
+        if spare < self.spare_places:
+            raise ValueError(
+                f"{self.spare_places} spare places are asked for, but the placement has {spare} empty ones on a rank: "
+                f"make the communicator with expert_placement=ExpertPlacement.contiguous(...).in_places(...)"
+            )
+        if placement.lost_experts:
+            raise ValueError(f"expert {placement.lost_experts[0]} is lost, as no rank has it; place it first")
+        for expert, owners in enumerate(placement.expert_to_physical):
+            if len(owners) > 1:
+                raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")
 
 
 @dataclass(frozen=True)

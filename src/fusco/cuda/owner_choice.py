@@ -58,13 +58,22 @@ class CudaOwnerChoice:
         known = self._batches
         return known is not None and (known.placement, known.balance) == (placement, balance)
 
+    @property
+    def captured_balances(self) -> list[Balance]:
+        return [each.balance for each in self._captured]
+
+    def replan(self, placement: ExpertPlacement) -> None:
+        with self._order.on_stream(Launch()):
+            for each in self._captured:
+                each.replan(placement)
+
     def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> DeviceBatchPlan:
         topology = self._context.topology
         with self._order.on_stream(Launch(), topk_idx) as stream:
             if self._batches is None or not self.has_planned(placement, balance):
                 self._batches = DeviceBatches.of(placement, balance, self._device)
             batches = self._batches
-            if self._context.gpu.is_capturing():
+            if self._context.gpu.is_capturing() and batches not in self._captured:
                 self._captured.append(batches)
             self._share_counts(topk_idx, stream)
             launcher = self._context.launcher(stream)

@@ -80,6 +80,13 @@ class DeviceChoice(OwnerChoice, Protocol):
     def plan(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> DeviceBatchPlan:
         """Exchange counts, and plan a batch, each expert of which has one place. No host waits."""
 
+    @property
+    def captured_balances(self) -> Sequence[Balance]:
+        """Those of the plans that graphs have captured."""
+
+    def replan(self, placement: ExpertPlacement) -> None:
+        """Let replays of captured plans plan for a placement that all their balances allow, in order of the stream."""
+
     def copy_experts(
         self, plan: DeviceBatchPlan, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], *, is_sum: bool
     ) -> None:

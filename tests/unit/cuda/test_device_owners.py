@@ -73,6 +73,35 @@ def test_the_dispatch_after_a_plan_follows_it_and_the_next_one_does_not(topology
         assert usual.tolist() == choose_on_cpu(IDS[rank], OwnerTables.of(placement, rank, topology)).tolist()
 
 
+def test_replays_of_a_captured_plan_follow_another_placement():
+    """A replay reads the tables of its capture, in the same memory; what it could not plan for is refused."""
+    balance = Balance(1, tolerance=0.0)
+    placement = ExpertPlacement.contiguous(4, 2).in_places(3)
+    other = ExpertPlacement.replicated([[3, -1, 0], [-1, 1, 2]], num_experts=4)
+    ids = [torch.tensor([[0, 3], [3, 0], [0, 3]]), torch.tensor([[3, 2], [0, 1]])]
+
+    def program(comm, _other, _library):
+        owners = owners_of(comm, placement)
+        owners.plan_batch(ids[comm.rank], balance)
+        captured = owners.plan_on_device(ids[comm.rank], balance)
+        owners._choice._captured.append(captured.batches)  # as in a capture
+        tables = {name: getattr(captured.batches, name) for name in ("order", "first", "places", "empty_places")}
+        with mock.patch.object(comm._engine, "num_live_graphs", new=lambda: 1):
+            with pytest.raises(ValueError, match=r"a graph has captured a plan with Balance.* has 0 empty"):
+                owners.place(ExpertPlacement.replicated([[0, 1, 2], [0, 3, -1]]))
+            owners.place(other)
+        again = owners.plan_on_device(ids[comm.rank], balance)
+        assert all(getattr(again.batches, name) is table for name, table in tables.items())
+        return again.wait()
+
+    counts = np.stack([count_experts(each, 4) for each in ids]).sum(axis=0)
+    expected = plan_batch(counts, other.expert_to_rank, 2, balance)
+    assert len(expected.experts)
+    for plan in Node().run(program).values():
+        for name in ("experts", "ranks", "rows", "loads"):
+            assert getattr(plan, name).tolist() == getattr(expected, name).tolist()
+
+
 def test_more_experts_may_have_several_owners_if_others_are_lost():
     placement = ExpertPlacement.replicated([[0, 1, 2], [0, 1, 2]], num_experts=6, may_lose=True)
     expected = choose_owners(IDS, placement.rank_to_experts, None, [0, 0])

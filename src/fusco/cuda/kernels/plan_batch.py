@@ -45,7 +45,7 @@ BATCH_CONSTANTS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DeviceBatches:
     """Batches of one placement, each expert in one place, for ``plan_batch``; tables are int32 on the device.
 
@@ -91,6 +91,13 @@ class DeviceBatches:
             empty_places=on_device(empty + np.arange(num_ranks)[:, None] * experts.shape[1]),
             tried=torch.zeros(sizes, dtype=torch.int32, device=device),
         )
+
+    def replan(self, placement: ExpertPlacement) -> None:
+        """Take the tables of another placement of as many experts and ranks, in order of the stream."""
+        other = DeviceBatches.of(placement, self.balance, self.order.device)
+        for name in ("order", "first", "places", "empty_places"):
+            getattr(self, name).copy_(getattr(other, name))
+        self.placement, self.homes = placement, other.homes
 
     def plan_of(self, result: torch.Tensor) -> BatchPlan:
         """Return the plan of a result that has been copied to the host."""
