@@ -158,6 +158,54 @@ def counted_rows(group: dist.ProcessGroup, setup: Setup, rows: Sequence[int]) ->
         return comm.plan_batch(ids, Balance(1)).rows_per_expert.tolist()
 
 
+def check_balanced_dispatches(group: dist.ProcessGroup, setup: Setup, nums_skewed: Sequence[int]) -> list[Any]:
+    """Dispatch with a plan of each batch, compute and combine; return the exchanges and the copies of each batch.
+
+    All tokens are even over the experts, but for some that name expert 0 alone. Experts multiply rows by their number
+    plus one; values are whole, so all sums are exact.
+    """
+    balance, found = Balance(2), []
+    with setup.open(group) as comm:
+        num_ranks, placement, num_experts = comm.topology.world_size, comm.placement, setup.num_experts
+        per_node = comm.topology.ranks_per_node if comm.topology.num_nodes > 1 else None
+        for num_skewed in nums_skewed:
+            ids = torch.arange(setup.max_tokens * setup.num_topk).view(setup.max_tokens, -1) % num_experts
+            ids[:num_skewed] = -1
+            ids[:num_skewed, 0] = 0
+            rows = num_ranks * ids[ids >= 0].bincount(minlength=num_experts).numpy()
+            expected = plan_batch(rows, placement.expert_to_rank, num_ranks, balance, per_node)
+            x = (torch.arange(4.0 * setup.max_tokens).view(-1, 4) + comm.rank).requires_grad_()
+            number = int(comm.profile.operation.rpartition("#")[2] or 0)
+            sent = comm.dispatch(x, ids, balance=balance)
+            plan = sent.batch_plan
+            for name in ("experts", "ranks", "rows", "loads"):
+                assert getattr(plan, name).tolist() == getattr(expected, name).tolist(), name
+            assert int(sent.num_rows_per_expert.sum()) == plan.loads[comm.rank]
+            home = [expert for expert in placement.rank_to_experts[comm.rank] if expert >= 0]
+            owned = [*home, *plan.experts[plan.ranks == comm.rank]]
+            owned += [-1] * (len(sent.num_rows_per_expert) - len(owned))
+            factors = torch.tensor(owned).repeat_interleave(sent.num_rows_per_expert).add(1.0)
+            out = comm.combine(sent.rows * factors[:, None], sent.handle)
+            of_tokens = (ids + 1.0).sum(1, keepdim=True)
+            assert torch.equal(out, x * of_tokens)
+            out.sum().backward()
+            assert torch.equal(x.grad, of_tokens.expand(-1, 4))
+            found.append((sent.handle.number - number, len(plan.experts) > 0))
+    return found
+
+
+def dispatch_without_balance(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int) -> list[str]:
+    """Return the errors of dispatches that one rank alone calls without a plan of the batch; then all plan."""
+    errors = []
+    with setup.open(group) as comm:
+        x, ids = torch.ones(setup.max_tokens, 4), torch.zeros(setup.max_tokens, setup.num_topk, dtype=torch.int64)
+        for others in (Balance(1), Balance(3)):
+            balance = None if comm.rank == mistaken_rank else others
+            errors.append(attempt(lambda balance=balance: comm.dispatch(x, ids, balance=balance)).text)
+        assert comm.dispatch(x, ids, balance=Balance(1)).batch_plan.experts.tolist() == [0]
+    return errors
+
+
 def check_prefetch(group: dist.ProcessGroup, setup: Setup, seed: int) -> list[torch.Tensor]:
     """Prefetch for a random batch; compare copies with their homes, gradients with sums; return the gradients."""
     with setup.open(group) as comm:

@@ -60,6 +60,26 @@ def test_counts_of_more_than_16_bits_are_exchanged(world):
         assert world.run(jobs.counted_rows, 2, setup, rows) == [[rows[0], 0, rows[1], 0]] * 2
 
 
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 4), (4, 2), (2, 1), (1, 1)])
+def test_counts_travel_with_the_dispatch_while_batches_are_even(world, num_ranks, ranks_per_node):
+    """A batch that needs copies, and the one after it, take an exchange more."""
+    placement = ExpertPlacement.contiguous(24, num_ranks).in_places(24 // num_ranks + 2)
+    setup = Setup(ranks_per_node=ranks_per_node, expert_placement=placement)
+    found = world.run(jobs.check_balanced_dispatches, num_ranks, setup, [0, 0, 16, 17, 0, 0])
+    is_skewed = num_ranks > 1
+    number = 2 if is_skewed else 1
+    expected = [(1, False), (1, False), (number, is_skewed), (number, is_skewed), (number, False), (1, False)]
+    assert found == [expected] * num_ranks
+
+
+def test_ranks_balance_a_dispatch_together(world):
+    placement = ExpertPlacement.contiguous(4, 2).in_places(3)
+    setup = Setup(ranks_per_node=2, num_experts=4, num_topk=1, expert_placement=placement)
+    for rank, (other, full) in enumerate(world.run(jobs.dispatch_without_balance, 2, setup, 1)):
+        assert re.search(r"balance is .*Balance\(spare_places=1.* on rank 0", other), (rank, other)
+        assert full.startswith(("3 spare places are asked for", "dispatch was cancelled")[rank]), full
+
+
 MISTAKEN = 2
 
 

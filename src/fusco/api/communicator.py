@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 
 from fusco.api.autograd import CombineRows, DispatchRows, Precomputed, Verbs, rows_of_weights, weights_of_slots
-from fusco.api.collective import run_collective
 from fusco.api.create import CommunicatorConfig, CommunicatorParts, create
 from fusco.api.given_rows import as_list, as_matrix, as_slots
 from fusco.api.handle import Dispatched, Handle, without_weights
 from fusco.api.moves import ExpertMoves
 from fusco.api.quantized import QuantizedRows, quantized
 from fusco.api.uncompiled import limited
+from fusco.core.balance import Balance
 from fusco.core.config import Launch, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.core.quantization import Quantize
 from fusco.core.rows import wants_grad
-from fusco.engine.quantizer import Origin
 from fusco.placement.placement import PlannedPlacement
 from fusco.planner.balancer import Balancer
 
@@ -133,6 +132,7 @@ class Communicator(ExpertMoves):
         with_weights: bool = False,
         static: StaticRows | None = None,
         quantize: Quantize | None = None,
+        balance: Balance | None = None,
         launch: Launch | None = None,
         timeout_s: float | None = None,
     ) -> Dispatched:
@@ -158,6 +158,8 @@ class Communicator(ExpertMoves):
                 masked grouped matrix products read.
             quantize: send the rows, bfloat16, float16 or float32 (num_tokens, hidden), as values of 8 or 4 bits with
                 scales, the same on all ranks; then the payloads are values and scales. See ``Quantize``.
+            balance: plan the batch as ``plan_batch`` does, the same on all ranks, and follow the plan, which the result
+                has. On the CPU counts travel with those of the dispatch as long as batches need no copies.
             launch: device settings. Gradients use the same number of SMs, on the caller's stream.
 
         Returns:
@@ -174,7 +176,8 @@ class Communicator(ExpertMoves):
         payloads, made_of, origin = as_list(x), None, None
         if quantize is not None and (made_of := self._quantized("dispatch", payloads, quantize, launch)):
             payloads, origin = made_of.payloads, made_of.origin
-        send = self._send_with_room if self._grows else self._send
+        send = self._send if balance is None else partial(self._send_balanced, balance)
+        send = partial(self._with_room, send) if self._grows else send
         sent = send(payloads, topk_idx, topk_weights, expert_alignment, with_weights, static, launch, origin)
         if made_of:
             sent = made_of.arrived(sent)
@@ -362,33 +365,6 @@ class Communicator(ExpertMoves):
             return None
         with self.rejecting(), self._session.access.using(verb):
             return quantized(self._engine.quantizer(), self._validator_of(handle), payloads, quantize, launch, handle)
-
-    def _move_again(
-        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
-    ) -> list[torch.Tensor]:
-        """``dispatch_again`` without gradients."""
-        if self._earlier and (earlier := self._earlier_of(handle)):
-            return self._in_turn(earlier, "dispatch_again", "_move_again", payloads, handle, launch, origin)
-        if (rows := self._repeats.dispatch_again(payloads, handle, launch, origin)) is not None:
-            return rows
-        validate = partial(self._validator.validate_redispatch, payloads, handle, launch, origin)
-        return run_collective(self._session, self._engine, "dispatch_again", validate, self._engine.prepare_redispatch)
-
-    def _sum(
-        self,
-        verb: str,
-        ys: Sequence[torch.Tensor],
-        handle: Handle,
-        weights: Literal["topk"] | None,
-        launch: Launch | None,
-    ) -> list[torch.Tensor]:
-        """``combine`` or ``combine_all`` without gradients."""
-        if self._earlier and (earlier := self._earlier_of(handle)):
-            return self._in_turn(earlier, verb, "_sum", verb, ys, handle, weights, launch)
-        if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
-            return sums
-        validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)
-        return run_collective(self._session, self._engine, verb, validate, self._engine.prepare_combine)
 
     def _verbs(self, launch: Launch | None) -> Verbs:
         """Return the verbs of a call's gradients, with as many SMs as the call, on the graph's stream."""

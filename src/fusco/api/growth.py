@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from fusco.api.membership import Membership, release
 from fusco.api.repeats import Repeats
 from fusco.api.validation import Validator
 from fusco.control.fingerprint import GROWTH, CollectiveFingerprint
+from fusco.core.balance import Balance
 from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.errors import ClosedError, GrowthError
+from fusco.engine.base import DispatchOutput
 from fusco.engine.quantizer import Origin
 
 _Result = TypeVar("_Result")
@@ -90,15 +92,60 @@ class Growing(Membership):
         routed = payloads, topk_idx, topk_weights
         validate = partial(self._validator.validate_dispatch, *routed, alignment, with_weights, static, launch, origin)
         output = run_collective(self._session, self._engine, "dispatch", validate, self._engine.prepare_dispatch)
+        return self._dispatched(output, topk_weights)
+
+    def _send_balanced(
+        self, balance: Balance, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, *others: Any
+    ) -> Dispatched:
+        """``_send`` as the plan of its batch says."""
+        if not self._owners.plans_within_dispatch():
+            plan = self._owners.plan_batch(topk_idx, balance)
+            return replace(self._send(payloads, topk_idx, *others), batch_plan=plan)
+        chosen = self._owners.choose(topk_idx) if self._owners.are_chosen else topk_idx
+        validate = partial(self._validator.validate_dispatch, payloads, chosen, *others)
+        plan, output = self._owners.planned_dispatch(topk_idx, balance, validate)
+        sent = self._dispatched(output, others[0]) if output else self._send(payloads, topk_idx, *others)
+        return replace(sent, batch_plan=plan)
+
+    def _dispatched(self, output: DispatchOutput[Any], topk_weights: torch.Tensor | None) -> Dispatched:
         plan, rows = output.plan, tuple(output.rows)
         handle = Handle(plan, topk_weights, self._session.sequence_number, version_of(topk_weights))
         return Dispatched(rows, plan.num_rows_per_expert, output.weights, handle, output.event)
 
-    def _send_with_room(self, payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, *others: Any) -> Dispatched:
-        """``_send`` of any number of tokens."""
+    def _with_room(
+        self, send: Callable[..., Dispatched], payloads: Sequence[torch.Tensor], topk_idx: torch.Tensor, *others: Any
+    ) -> Dispatched:
+        """Call ``send`` with any number of tokens."""
         is_tensor = isinstance(topk_idx, torch.Tensor) and topk_idx.ndim > 0
         need = replace(self.capacity, max_tokens_per_rank=max(len(topk_idx), 1) if is_tensor else 1)
-        return self.fitting(need, partial(self._send, payloads, topk_idx, *others))
+        return self.fitting(need, partial(send, payloads, topk_idx, *others))
+
+    def _move_again(
+        self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
+    ) -> list[torch.Tensor]:
+        """``dispatch_again`` without gradients."""
+        if self._earlier and (earlier := self._earlier_of(handle)):
+            return self._in_turn(earlier, "dispatch_again", "_move_again", payloads, handle, launch, origin)
+        if (rows := self._repeats.dispatch_again(payloads, handle, launch, origin)) is not None:
+            return rows
+        validate = partial(self._validator.validate_redispatch, payloads, handle, launch, origin)
+        return run_collective(self._session, self._engine, "dispatch_again", validate, self._engine.prepare_redispatch)
+
+    def _sum(
+        self,
+        verb: str,
+        ys: Sequence[torch.Tensor],
+        handle: Handle,
+        weights: Literal["topk"] | None,
+        launch: Launch | None,
+    ) -> list[torch.Tensor]:
+        """``combine`` or ``combine_all`` without gradients."""
+        if self._earlier and (earlier := self._earlier_of(handle)):
+            return self._in_turn(earlier, verb, "_sum", verb, ys, handle, weights, launch)
+        if (sums := self._repeats.combine(verb, ys, handle, weights, launch)) is not None:
+            return sums
+        validate = partial(self._validator.validate_combine, verb, ys, handle, weights, launch)
+        return run_collective(self._session, self._engine, verb, validate, self._engine.prepare_combine)
 
     def _make_room(self, need: Capacity) -> None:
         """Make a size that is large enough for all ranks; a collective."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusco.api.dequantization import DequantizeRows
+from fusco.core.balance import BatchPlan
 from fusco.core.quantization import Quantize, dequantize_rows
 from fusco.core.rows import expert_rows_shape
 from fusco.engine.base import Plan
@@ -93,6 +94,7 @@ class Dispatched:
         gradients: zeros (num_rows, hidden) of that dtype, with one element in memory, if ``x`` requires gradients and
             ``Quantize.straight_through`` lets them pass. A gradient of these is one of the rows: give them to the
             ``autograd.Function`` of experts that read values and scales, and return the rows' gradient for them.
+        batch_plan: with ``balance``, the plan of the batch, for ``prefetch_experts``.
     """
 
     payloads: tuple[torch.Tensor, ...]
@@ -103,8 +105,9 @@ class Dispatched:
     quantize: Quantize | None = None
     dtype: torch.dtype | None = None
     gradients: torch.Tensor | None = None
+    batch_plan: BatchPlan | None = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  all fields
         self,
         payloads: tuple[torch.Tensor, ...],
         num_rows_per_expert: torch.Tensor,
@@ -114,6 +117,7 @@ class Dispatched:
         quantize: Quantize | None = None,
         dtype: torch.dtype | None = None,
         gradients: torch.Tensor | None = None,
+        batch_plan: BatchPlan | None = None,
     ) -> None:
         fields = {
             "payloads": payloads,
@@ -124,6 +128,7 @@ class Dispatched:
             "quantize": quantize,
             "dtype": dtype,
             "gradients": gradients,
+            "batch_plan": batch_plan,
         }
         object.__setattr__(self, "__dict__", fields)  # as in ``Handle``
 

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fusco.api.collective import run_collective
+from fusco.api.expert_counts import halves_of, num_packed, packed, unpacked
 from fusco.api.validation import Validator
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.control.layout import ControlLayout
@@ -20,7 +20,8 @@ from fusco.core.balance import Balance, BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
-from fusco.engine.base import Engine, KnownCall, Pending, Request
+from fusco.core.recent import Recent
+from fusco.engine.base import DispatchOutput, DispatchRequest, Engine, KnownCall, Pending, Request
 from fusco.engine.owner_choice import DeviceBatchPlan, DeviceChoice, HostChoice, OwnerChoice
 from fusco.placement.batch import plan_batch
 from fusco.planner.owners import Int32Array, OwnerTables
@@ -65,7 +66,9 @@ class Owners:
         self.batch: Callable[[torch.Tensor], torch.Tensor] | None = None  # chooses as the latest plan says
         # Graphs may be captured now and replayed after another placement.
         self._is_always_chosen = self.placement.has_places and engine.is_asynchronous
-        self._max_counts = 4 * ControlLayout(engine.topology).max_counts
+        self._max_counts = ControlLayout(engine.topology).max_counts
+        self._planned_calls: Recent[tuple[KnownCall, Balance], KnownCall] = Recent(max_size=64)  # of dispatches
+        self._has_copied = False  # the latest plan
         self._lost: torch.Tensor | None = None  # by expert id + 1: True for one that no rank has
         self._num_lost: torch.Tensor | int = 0
         if self.placement.has_places or self.placement.lost_experts:
@@ -102,12 +105,19 @@ class Owners:
 
     def plan_batch(self, topk_idx: torch.Tensor, balance: Balance) -> BatchPlan:
         """Plan the copies of a batch, on all ranks; the next ``choose`` follows the plan."""
+        refuse_capture = partial(self._validator.require_not_capturing, "plan_batch")
         if self._on_device:
-            check = partial(self._validator.require_not_capturing, "plan_batch")
-            plan = self.plan_on_device(topk_idx, balance, check).wait()
+            plan = self.plan_on_device(topk_idx, balance, refuse_capture).wait()
             self.batch = self.batch if len(plan.experts) else None
             return plan
-        return self._numbered(self._plan_on_host(topk_idx, self.of_members(self.placement), balance))
+        placement = self.of_members(self.placement)
+
+        def check() -> None:
+            refuse_capture()
+            balance.check_placement(placement)
+
+        known, num_experts = _plan_call(placement, balance), placement.num_experts
+        return self._plan(self._exchange("plan_batch", known, topk_idx, num_experts, slice(None), check), balance)
 
     def plan_on_device(
         self, topk_idx: torch.Tensor, balance: Balance, check_first: Callable[[], None] = lambda: None
@@ -122,7 +132,7 @@ class Owners:
                     f"a device plans batches of a communicator on CUDA whose experts have places; this one is on "
                     f"{self._validator.device}, with {self.placement}: call plan_batch"
                 )
-            _check_spare_places(placement, balance)
+            balance.check_placement(placement)
             if self._validator.is_capturing and not choice.has_planned(placement, balance):
                 raise ValueError(
                     f"plan a batch with {balance} once before the capture: that makes tables on the device"
@@ -162,23 +172,58 @@ class Owners:
         topology = self._engine.topology
         return replace(plan, ranks=np.array(topology.numbers)[plan.ranks]) if topology.members else plan
 
-    def _plan_on_host(self, topk_idx: torch.Tensor, placement: ExpertPlacement, balance: Balance) -> BatchPlan:
-        topology, num_ranks = self._engine.topology, placement.world_size
+    def plans_within_dispatch(self) -> bool:
+        """Return whether the next dispatch should exchange the counts for its plan itself; the same on all ranks.
 
-        def check() -> None:
-            self._validator.require_not_capturing("plan_batch")
-            _check_spare_places(placement, balance)
+        It does so if the last batch needed no copies: else it would probably be made twice.
+        """
+        if self._has_copied or self._engine.is_asynchronous:
+            return False
+        room = self._validator.capacity
+        num_counts = num_packed(self.placement.num_experts) + 1 + self._engine.topology.num_nodes
+        return num_counts <= self._max_counts and room.max_tokens_per_rank * room.num_topk < 1 << 16
 
-        known, num_experts = _plan_call(placement, balance), placement.num_experts
-        counts = self._exchange("plan_batch", known, topk_idx, num_experts, slice(None), check)
+    def planned_dispatch(
+        self, topk_idx: torch.Tensor, balance: Balance, validate: Callable[[], DispatchRequest]
+    ) -> tuple[BatchPlan, DispatchOutput[Any] | None]:
+        """Plan a batch in the dispatch of its rows, which moves them only if no expert is to be copied."""
+        choice, prepare_dispatch = self._choice, self._engine.prepare_dispatch
+
+        def validated() -> DispatchRequest:
+            request = validate()
+            known = self._planned_calls.use((request.known, balance)) if request.known else None
+            if known is None:
+                balance.check_placement(self.of_members(self.placement))
+                known = KnownCall(CollectiveFingerprint("dispatch", {**request.fields, "balance": str(balance)}))
+                if request.known:
+                    self._planned_calls[request.known, balance] = known
+            return replace(request, known=known)
+
+        def prepare(request: DispatchRequest, call: Call) -> Pending[tuple[BatchPlan, DispatchOutput[Any] | None]]:
+            assert isinstance(choice, HostChoice)
+            pending, (low, _) = prepare_dispatch(request, call), halves_of(choice.count_experts(topk_idx))
+            num_counts = len(pending.counts)
+
+            def run(counts: Sequence[tuple[int, ...]]) -> tuple[BatchPlan, DispatchOutput[Any] | None]:
+                plan = self._plan(unpacked([each[num_counts:] for each in counts]), balance)
+                return plan, None if self.batch else pending.run([each[:num_counts] for each in counts])
+
+            return Pending([*pending.counts, *packed(low)], run, pending.attachment)
+
+        return run_collective(self._session, self._engine, "dispatch", validated, prepare)
+
+    def _plan(self, counts: IntArray, balance: Balance) -> BatchPlan:
+        """Return the plan of counts (R, E) of all ranks; ``choose`` follows it next."""
+        placement, topology = self.of_members(self.placement), self._engine.topology
         ranks_per_node = topology.ranks_per_node if topology.num_nodes > 1 else None
-        plan = plan_batch(counts.sum(axis=0), placement.expert_to_rank, num_ranks, balance, ranks_per_node)
-        self.batch = None
-        if len(plan.experts):
+        homes, num_ranks = placement.expert_to_rank, placement.world_size
+        plan = plan_batch(counts[:, : len(homes)].sum(axis=0), homes, num_ranks, balance, ranks_per_node)
+        self.batch, self._has_copied = None, len(plan.experts) > 0
+        if self._has_copied:
             tables = OwnerTables.of(placement, self._validator.rank, topology, (plan.experts, plan.ranks))
             bounds = tables.divide_rows(counts[:, tables.divided], _quotas(plan, tables))
             self.batch = partial(self._choose_once, tables, bounds)
-        return plan
+        return self._numbered(plan)
 
     def _choose_once(self, tables: OwnerTables, bounds: Int32Array, topk_idx: torch.Tensor) -> torch.Tensor:
         """Choose by other tables than the placement's."""
@@ -194,6 +239,8 @@ class Owners:
 
         def take(request: PlaceRequest) -> None:
             self._take(request.placement, request.tables)
+            if self._on_device and self._captured_balances:
+                self._on_device.replan(self.of_members(request.placement))
             self.placement_of_all = request.placement
 
         def prepare(request: PlaceRequest, call: Call) -> Pending[None]:  # noqa: ARG001
@@ -219,7 +266,17 @@ class Owners:
         for rank, experts in enumerate(placement.rank_to_experts):
             if rank not in self._validator.number_to_rank and (there := [each for each in experts if each >= 0]):
                 raise ValueError(f"the placement has expert {there[0]} on rank {rank}, which is absent")
+        for balance in self._captured_balances:
+            try:
+                balance.check_placement(self.of_members(placement))
+            except ValueError as error:
+                what = f"a graph has captured a plan with {balance}, whose replays follow"
+                raise ValueError(f"{what}: {error}") from error
         return PlaceRequest(placement=placement, tables=self._tables_of(placement))
+
+    @property
+    def _captured_balances(self) -> Sequence[Balance]:
+        return self._on_device.captured_balances if self._on_device and self.are_captured else ()
 
     def _tables_of(self, placement: ExpertPlacement) -> OwnerTables:
         dense = self.of_members(placement)
@@ -238,6 +295,7 @@ class Owners:
         for each in self.former:
             each._follow(placement)  # noqa: SLF001  of this class
         self.placement, self._tables = placement, tables
+        self._planned_calls.clear()
         if placement.lost_experts:
             is_lost = torch.zeros(placement.num_experts + 2, dtype=torch.bool, device="cpu")
             is_lost[torch.tensor(placement.lost_experts, dtype=torch.int64, device="cpu") + 1] = True
@@ -282,14 +340,14 @@ class Owners:
 
         def gather(half: int) -> IntArray:
             gathered = list[IntArray]()
-            for first in range(0, num_counts + 1, self._max_counts):
+            for first in range(0, num_counts + 1, 4 * self._max_counts):
 
                 def prepare(request: Request, call: Call, first: int = first) -> Pending[IntArray]:  # noqa: ARG001
                     nonlocal halves
                     if not len(halves):
                         assert isinstance(self._choice, HostChoice)
-                        halves = _halves(self._choice.count_experts(topk_idx)[counted])
-                    return Pending(_packed(halves[half, first : first + self._max_counts]), _unpacked)
+                        halves = halves_of(self._choice.count_experts(topk_idx)[counted])
+                    return Pending(packed(halves[half, first : first + 4 * self._max_counts]), unpacked)
 
                 gathered.append(self._run(name, known, topk_idx, prepare, check))
             return np.concatenate(gathered, axis=1)
@@ -327,20 +385,6 @@ def _plan_call(placement: ExpertPlacement, balance: Balance) -> KnownCall:
     return KnownCall(CollectiveFingerprint("plan_batch", {"placement": placement.digest, "balance": str(balance)}))
 
 
-def _check_spare_places(placement: ExpertPlacement, balance: Balance) -> None:
-    spare = min((row.count(-1) for row in placement.physical_to_logical or ()), default=0)
-    if spare < balance.spare_places:
-        raise ValueError(
-            f"{balance.spare_places} spare places are asked for, but the placement has {spare} empty ones on a rank: "
-            f"make the communicator with expert_placement=ExpertPlacement.contiguous(...).in_places(...)"
-        )
-    if placement.lost_experts:
-        raise ValueError(f"expert {placement.lost_experts[0]} is lost, as no rank has it; place it first")
-    for expert, owners in enumerate(placement.expert_to_physical):
-        if len(owners) > 1:
-            raise ValueError(f"expert {expert} has {len(owners)} places; a batch is planned from one home of each")
-
-
 def _quotas(plan: BatchPlan, tables: OwnerTables) -> IntArray:
     """Return the rows of each owner of an expert that is copied, int64 (C,); 0 for others."""
     left, num_ranks = plan.rows_per_expert.copy(), len(plan.loads)
@@ -350,26 +394,3 @@ def _quotas(plan: BatchPlan, tables: OwnerTables) -> IntArray:
     pairs = experts * num_ranks + tables.owner_to_rank  # ascending
     quotas[np.searchsorted(pairs, plan.experts * num_ranks + plan.ranks)] = plan.rows
     return quotas
-
-
-def _halves(counts: IntArray) -> npt.NDArray[np.uint16]:
-    """Return the low and the high 16 bits of counts below 2**32, and behind the low ones, if any high ones are not 0.
-
-    >>> _halves(np.array([5, 65538])).tolist(), _halves(np.array([5])).tolist()
-    ([[5, 2, 1], [0, 1, 0]], [[5, 0], [0, 0]])
-    """
-    halves = np.zeros((2, len(counts) + 1), np.uint16)
-    halves[0, :-1], halves[1, :-1] = counts & 0xFFFF, counts >> 16
-    halves[0, -1] = halves[1].any()
-    return halves
-
-
-def _packed(halves: npt.NDArray[np.uint16]) -> Sequence[int]:
-    """Return numbers of 16 bits, four in each integer."""
-    packed: list[int] = np.pad(halves, (0, -len(halves) % 4)).view(np.int64).tolist()
-    return packed
-
-
-def _unpacked(counts: Sequence[Sequence[int]]) -> IntArray:
-    """Return the numbers of all ranks, int64 (R, D), perhaps with columns of zeros at the end."""
-    return np.array(counts, dtype=np.int64).reshape(len(counts), -1).view(np.uint16).astype(np.int64)

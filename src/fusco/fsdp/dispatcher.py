@@ -30,6 +30,19 @@ class Arrival:
     num_rows_on_host: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BalancedArrival(Arrival):
+    """The rows that arrived for this rank's experts, and behind them for its copies of others.
+
+    Attributes:
+        plan: of the copies, for ``copy_experts``.
+        num_rows_wanted: rows of this rank's experts, wherever they are computed, integers (num_local_experts,).
+    """
+
+    plan: Any
+    num_rows_wanted: torch.Tensor
+
+
 @dataclass(frozen=True)
 class ExpertCopies:
     """Weights of other ranks' experts in this rank's spare places.
@@ -90,37 +103,23 @@ class Dispatcher(Protocol):
 class CopyingDispatcher(Dispatcher, Protocol):
     """A dispatcher that can even out the work of a batch by copies of busy experts."""
 
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        num_experts: int,
-        spare_places: int = 0,
-    ) -> Arrival:
-        """Send tokens to their experts, or to copies of these, whose blocks follow those of a rank's own experts."""
-
-    def plan_copies(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, balance: Balance
-    ) -> tuple[Any, torch.Tensor]:
-        """Plan copies for these tokens, whose ``dispatch`` follows.
+    def dispatch_balanced(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, balance: Balance
+    ) -> BalancedArrival:
+        """Send tokens to their experts, or to copies of these, as all ranks plan for this batch.
 
         Args:
             x: as for ``dispatch``.
             topk_idx: as for ``dispatch``.
+            topk_weights: as for ``dispatch``.
             num_experts: as for ``dispatch``.
-            balance: what the plan may do; ``dispatch`` gets its ``spare_places``.
-
-        Returns:
-            The plan, for ``copy_experts``, and the rows of this rank's experts, wherever they are computed, integers
-            (num_local_experts,).
+            balance: what the plan may do.
         """
 
-    def copy_experts(self, plan: Any, arrival: Arrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+    def copy_experts(self, arrival: BalancedArrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
         """Return the weights of this rank's copies.
 
         Args:
-            plan: of ``plan_copies``.
-            arrival: of the ``dispatch`` of its tokens.
+            arrival: of ``dispatch_balanced``.
             weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
         """

@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from fusco.api.communicator import Communicator
 from fusco.api.create import refuse_creation
+from fusco.api.handle import Dispatched
 from fusco.core.balance import Balance, BatchPlan
 from fusco.core.config import FSDP_SMS, Launch, Settings, StaticRows
 from fusco.core.errors import ClosedError, cleanup_after
 from fusco.core.placement import ExpertPlacement
 from fusco.engine.owner_choice import DeviceBatchPlan
 from fusco.fsdp import ops
-from fusco.fsdp.dispatcher import Arrival, ExpertCopies
+from fusco.fsdp.dispatcher import Arrival, BalancedArrival, ExpertCopies
 
 
 @dataclass(frozen=True)
@@ -112,31 +113,39 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
             self.refuse(f"x and topk_idx need two dimensions, got {list(x.shape)} and {list(topk_idx.shape)}")
         comm = self.communicator(num_experts, topk_idx.shape[1], x, spare_places)
         sent = comm.dispatch(x, topk_idx, topk_weights, static=self.static, launch=self.launch)
-        return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle), sent.num_rows_per_expert_on_host)
+        return _arrival(comm, sent)
 
-    def plan_copies(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, balance: Balance
-    ) -> tuple[_CopyPlan, torch.Tensor]:
-        """Plan copies for these tokens, on the device within a node of GPUs; see ``CopyingDispatcher``."""
+    def dispatch_balanced(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, balance: Balance
+    ) -> BalancedArrival:
+        """Send tokens to experts or copies, as the device plans within a node of GPUs; see ``CopyingDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
-        is_on_device = topk_idx.is_cuda and comm.topology.num_nodes == 1
-        plan: BatchPlan | DeviceBatchPlan
-        if is_on_device:
+        plan: BatchPlan | DeviceBatchPlan | None
+        if topk_idx.is_cuda and comm.topology.num_nodes == 1:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(topk_idx.device)  # type: ignore[no-untyped-call]
             plan = comm.plan_batch_on_device(topk_idx, balance)
             num_copies = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
             num_copies.copy_(plan.table[:1], non_blocking=True)
+            arrival = self.dispatch(x, topk_idx, topk_weights, num_experts, balance.spare_places)
         else:
-            plan = comm.plan_batch(topk_idx, balance)
+            if ops.is_intercepted():
+                plan = comm.plan_batch(topk_idx, balance)
+                arrival = self.dispatch(x, topk_idx, topk_weights, num_experts, balance.spare_places)
+            else:
+                sent = comm.dispatch(x, topk_idx, topk_weights, balance=balance, static=self.static, launch=self.launch)
+                plan, arrival = sent.batch_plan, _arrival(comm, sent)
+            assert plan is not None
             num_copies = torch.tensor([len(plan.experts)], dtype=torch.int32, device="cpu")
         num_local = num_experts // self._num_ranks
         of_rank = plan.rows_per_expert[comm.rank * num_local : (comm.rank + 1) * num_local]
         wanted = torch.as_tensor(of_rank, device=topk_idx.device)
-        return _CopyPlan(comm, plan, balance.spare_places, num_copies), wanted
+        copied = _CopyPlan(comm, plan, balance.spare_places, num_copies)
+        return BalancedArrival(**vars(arrival), plan=copied, num_rows_wanted=wanted)
 
-    def copy_experts(self, plan: _CopyPlan, arrival: Arrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
+    def copy_experts(self, arrival: BalancedArrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
         """Send copies, on CUDA beside what the current stream does next; see ``CopyingDispatcher``."""
+        plan: _CopyPlan = arrival.plan
         if plan.copies_none(arrival):
             return ExpertCopies({})
         event, stream = None, self._stream if isinstance(plan.plan, DeviceBatchPlan) else None
@@ -224,3 +233,7 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
             self._communicators[key] = self._open.enter_context(known)
         self._latest = known
         return known
+
+
+def _arrival(comm: Communicator, sent: Dispatched) -> Arrival:
+    return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle), sent.num_rows_per_expert_on_host)

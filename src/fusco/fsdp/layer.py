@@ -58,10 +58,9 @@ class ExpertParallelLayer:
             y = self.experts.run(arrival.rows, num_rows)
         else:
             balanced = cast("CopyingDispatcher", self.dispatcher)
-            plan, wanted = balanced.plan_copies(x, top_k_index, num_experts, self.balance)
-            self.counter.count(wanted)
-            arrival = balanced.dispatch(x, top_k_index, top_k_weights, num_experts, self.balance.spare_places)
-            copies = balanced.copy_experts(plan, arrival, self.experts.weights())
+            arrival = found = balanced.dispatch_balanced(x, top_k_index, top_k_weights, num_experts, self.balance)
+            self.counter.count(found.num_rows_wanted)
+            copies = balanced.copy_experts(found, self.experts.weights())
             y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies, arrival.num_rows_on_host)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 

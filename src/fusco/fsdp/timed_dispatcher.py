@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fusco.core.stopwatch import SectionTimer
-from fusco.fsdp.dispatcher import Arrival, CopyingDispatcher, Dispatcher, ExpertCopies
+from fusco.fsdp.dispatcher import Arrival, BalancedArrival, CopyingDispatcher, Dispatcher, ExpertCopies
 
+ArrivalT = TypeVar("ArrivalT", bound=Arrival)
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 
 
@@ -38,19 +39,20 @@ class TimedDispatcher:
         return self.inner.group
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, *more: int
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int
     ) -> Arrival:
-        """Send tokens to their experts; see ``Dispatcher``, and for ``more`` ``CopyingDispatcher``."""
+        """Send tokens to their experts; see ``Dispatcher``."""
+        return self._timed(self.inner.dispatch, x, topk_idx, topk_weights, num_experts)
+
+    def dispatch_balanced(self, x: torch.Tensor, *others: Any) -> BalancedArrival:
+        """Send tokens to their experts or to copies; see ``CopyingDispatcher``."""
+        return self._timed(cast("CopyingDispatcher", self.inner).dispatch_balanced, x, *others)
+
+    def _timed(self, dispatch: Callable[..., ArrivalT], x: torch.Tensor, *others: Any) -> ArrivalT:
         x = self._mark_backward(x, "dispatch_backward")
         with self.clock.timed("dispatch"):
-            arrival = self.inner.dispatch(x, topk_idx, topk_weights, num_experts, *more)
-        rows = self._mark_backward(arrival.rows, "dispatch_backward")
-        return replace(arrival, rows=rows)
-
-    def plan_copies(self, *arguments: Any) -> tuple[Any, torch.Tensor]:
-        """Plan copies of busy experts, as part of dispatch; see ``CopyingDispatcher``."""
-        with self.clock.timed("dispatch"):
-            return cast("CopyingDispatcher", self.inner).plan_copies(*arguments)
+            arrival = dispatch(x, *others)
+        return replace(arrival, rows=self._mark_backward(arrival.rows, "dispatch_backward"))
 
     def copy_experts(self, *arguments: Any) -> ExpertCopies:
         """Send the copies, as part of dispatch, but for what is beside the products; see ``CopyingDispatcher``."""
