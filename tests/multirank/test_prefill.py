@@ -39,7 +39,7 @@ def test_all_variants_agree_and_each_has_its_record(tmp_path):
     out = tmp_path / "prefill.jsonl"
     # The second run adds the batch that the first has not.
     for options in (["--batches", "2"], ["--batches", "2,skewed", "--resume"]):
-        done = CliRunner().invoke(app, ["bench", "prefill", *SIZES, *options, "--json", str(out)])
+        done = CliRunner().invoke(app, ["bench", "prefill", *SIZES, *options, "--balance", "--json", str(out)])
         assert done.exit_code == 0, done.output
     lines = list(map(json.loads, out.read_text().splitlines()))
     assert "2 x 16" in done.output
@@ -47,7 +47,7 @@ def test_all_variants_agree_and_each_has_its_record(tmp_path):
     records = [line for line in lines if line["kind"] == "prefill"]
     assert {line["variant"]: line["reason"] for line in skipped}["fusco-32"]
     own = ["transformers"] if is_recent(installed("transformers"), "5.23") else []
-    wanted = ["fusco", "fusco-static", "torch", "baseline", *own, "deep_ep"]
+    wanted = ["fusco", "fusco-static", "torch", "baseline", *own, "deep_ep", "fusco-balanced"]
     assert [record["variant"] for record in records] == [*wanted, *wanted]
     assert [record["batch"] for record in records[:: len(wanted)]] == ["2 x 16", "skewed: 32, 4"]
     for record in records:

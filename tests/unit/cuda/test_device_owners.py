@@ -86,7 +86,7 @@ def test_replays_of_a_captured_plan_follow_another_placement():
         captured = owners.plan_on_device(ids[comm.rank], balance)
         owners._choice._captured.append(captured.batches)  # as in a capture
         tables = {name: getattr(captured.batches, name) for name in ("order", "first", "places", "empty_places")}
-        with mock.patch.object(comm._engine, "num_live_graphs", new=lambda: 1):
+        with mock.patch.object(comm._engine, "num_live_graphs", return_value=1):
             with pytest.raises(ValueError, match=r"a graph has captured a plan with Balance.* has 0 empty"):
                 owners.place(ExpertPlacement.replicated([[0, 1, 2], [0, 3, -1]]))
             owners.place(other)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from fusco.bench.prefill.copy_cost import with_measured_copies
 from fusco.bench.prefill.dispatchers import (
     ReferenceDispatcher,
     ShuffleDispatcher,
@@ -39,7 +40,7 @@ VARIANTS = {
     "fusco": "rows sized exactly, all SMs",
     "fusco-32": f"rows sized exactly, {FSDP_SMS} SMs",
     "fusco-static": "static rows, all SMs: the host does not wait",
-    "fusco-balanced": "rows sized exactly, busy experts copied to spare places for each batch",
+    "fusco-balanced": "rows sized exactly, busy experts copied for each batch where that costs less than it saves",
     "torch": "all_to_all_single (NCCL or gloo) between permutations: TorchDispatcher",
     "baseline": "the same as fast as these operations allow, the baseline of fusco bench shuffle",
     "transformers": "transformers' own all_to_all expert parallelism and grouped products",
@@ -132,8 +133,12 @@ def _make(
     clock = CallClock(job.device)
     if name == "transformers":
         return Variant(name, _transformers_layers(job, experts, clock), clock, None)
-    dispatcher = TimedDispatcher(_dispatcher(name, job, group, stack), clock)
-    balance = Balance(job.spare_places) if name == "fusco-balanced" else None
+    inner, balance = _dispatcher(name, job, group, stack), None
+    if name == "fusco-balanced":
+        assert isinstance(inner, FuscoDispatcher)
+        num_topk, spare = job.shape.num_topk, Balance(job.spare_places)
+        balance = with_measured_copies(spare, inner, experts[0], num_topk, job.tokens * num_topk)
+    dispatcher = TimedDispatcher(inner, clock)
     return Variant(name, [ExpertParallelLayer(each, dispatcher, balance) for each in experts], clock, dispatcher)
 
 
