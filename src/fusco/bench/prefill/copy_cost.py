@@ -19,7 +19,7 @@ _NUM_CALLS = 5  # timed, behind one that is not
 def with_measured_copies(
     balance: Balance, dispatcher: FuscoDispatcher, experts: Experts, num_topk: int, num_rows: int
 ) -> Balance:
-    """Return a balance, the same on all ranks, for copies that nothing hides; a collective.
+    """Return a balance, the same on all ranks, for copies that nothing hides, as on the CPU; a collective.
 
     Each rank copies an expert to the next one, and computes ``num_rows`` rows; the slowest rank's times count.
     """
@@ -28,7 +28,7 @@ def with_measured_copies(
     hidden = stack.shape[2 if experts.is_transposed else 1]
     x = torch.zeros(num_rows, hidden, dtype=stack.dtype, device=stack.device)
     num_ranks, num_local = dispatcher.group.size(), len(stack)
-    if num_ranks == 1:
+    if num_ranks == 1 or stack.is_cuda:  # where copies are beside products
         return balance
     comm = dispatcher.communicator(num_experts, num_topk, x, balance.spare_places)
     ranks = np.arange(num_ranks)
@@ -37,20 +37,18 @@ def with_measured_copies(
     plan = BatchPlan.of_copies(rows, homes, num_ranks, balance, copies, is_aim_held=True)
     sizes = torch.full((num_local,), num_rows // num_local, dtype=torch.int64, device=x.device)
     sizes[0] += num_rows % num_local
-    copy_s = _slowest_s(dispatcher.group, x, lambda: comm.prefetch_experts(list(weights.values()), plan, 1))
-    rows_s = _slowest_s(dispatcher.group, x, lambda: experts.run(x, sizes))
+    copy_s = _slowest_s(dispatcher.group, lambda: comm.prefetch_experts(list(weights.values()), plan, 1))
+    rows_s = _slowest_s(dispatcher.group, lambda: experts.run(x, sizes))
     return replace(balance, rows_per_copy=round(copy_s / rows_s * num_rows))
 
 
-def _slowest_s(group: dist.ProcessGroup, x: torch.Tensor, call: Callable[[], object]) -> float:
+def _slowest_s(group: dist.ProcessGroup, call: Callable[[], object]) -> float:
     """Return the median time of a call that all ranks begin together, on the slowest rank."""
     times = torch.zeros(_NUM_CALLS + 1, dtype=torch.float64, device="cpu")
     for i in range(len(times)):
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=group)  # a barrier on the host
         begin = time.perf_counter()
         call()
-        if x.is_cuda:
-            torch.cuda.synchronize()
         times[i] = time.perf_counter() - begin
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     return float(times[1:].median())
