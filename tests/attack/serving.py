@@ -163,7 +163,9 @@ def _serve_until_told(
                 pipe.send(message)
                 said, failures, gone = pids, [], set()
             is_told = torch.full((len(comm.ranks), 1), float(pipe.poll()))
-            if bool(members.all_to_all(None, is_told).min()):
+            told = members.all_to_all(None, is_told)
+            comm.synchronize()  # on CUDA only this says that a rank has failed, whose part is undefined
+            if bool(told.min()):
                 return
         except fusco.ExcludedError:
             raise
