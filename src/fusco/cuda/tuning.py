@@ -36,12 +36,12 @@ SMALL_PLAN_THREADS, SMALL_PLAN_PAIRS = 1024, 2048  # one block keeps all experts
 MIDDLE_PLAN_PAIRS, MIDDLE_PLAN_PAIRS_PER_BLOCK = 32_768, 2048
 PLAN_FORWARDING_THREADS = 1024  # one block per node
 GATHER_THREADS = 512
-# Not measured on GPUs. Few threads to a block of ``divide_rows``: experts have shared memory, on several SMs.
+# Not tuned on GPUs. Few threads to a block of ``divide_rows``: experts have shared memory, on several SMs.
 CHOOSE_OWNERS_THREADS = CHOOSE_OWNERS_PAIRS = 512
 SHARE_COUNTS_THREADS, DIVIDE_ROWS_THREADS, PLAN_BATCH_WARPS = 1024, 64, 32
 # 32 slots of 16 KiB for each of 8 ranks are 8 MiB; blocks must be as many on all ranks.
 COPY_EXPERTS_THREADS, COPY_EXPERTS_BLOCKS, COPY_EXPERTS_DEPTH, COPY_EXPERTS_CHUNK = 512, 32, 2, 16 << 10
-# Not measured on GPUs. Four slots of 16 KiB of each lane are a ring of byte streams.
+# Not tuned on GPUs. Four slots of 16 KiB of each lane are a ring of byte streams.
 EXCHANGE_THREADS, EXCHANGE_LANES, EXCHANGE_DEPTH = 512, 64, 4
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
