@@ -21,7 +21,7 @@ import torch.distributed as dist
 import fusco
 from fusco.bench.harness.environment import Measurement, hardware, versions
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.prefill.routing import make_routing
+from fusco.bench.prefill.job import make_routing
 from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.stopwatch import Stopwatch
 from fusco.placement import Balance

@@ -25,7 +25,7 @@ from torch import nn
 import fusco
 from fusco.bench.harness.environment import Measurement, hardware, versions
 from fusco.bench.harness.json_lines import write_json_lines
-from fusco.bench.prefill.gate import relative_error
+from fusco.bench.prefill.variants import relative_error
 from fusco.bench.ranks.emulation import emulated_network
 from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.stopwatch import Stopwatch

@@ -4,7 +4,13 @@ from fusco.api.functional import all_to_all as all_to_all, move_experts as move_
 from fusco.api.handle import Dispatched as Dispatched, Handle as Handle
 from fusco.api.memory_size import memory_size_hint as memory_size_hint
 from fusco.api.move_task import MoveTask as MoveTask, Pace as Pace
-from fusco.core.config import Capacity as Capacity, Launch as Launch, Settings as Settings, StaticRows as StaticRows
+from fusco.core.config import (
+    Capacity as Capacity,
+    Launch as Launch,
+    RoutingSizes as RoutingSizes,
+    Settings as Settings,
+    StaticRows as StaticRows,
+)
 from fusco.core.errors import (
     ClosedError as ClosedError,
     CompileError as CompileError,
@@ -20,13 +26,11 @@ from fusco.core.errors import (
     ThreadError as ThreadError,
     TransportError as TransportError,
 )
-from fusco.core.groups import Groups as Groups
-from fusco.core.lanes import Lanes as Lanes, Runs as Runs
+from fusco.core.lanes import Groups as Groups, Lanes as Lanes, Runs as Runs
 from fusco.core.memory_size import MemorySize as MemorySize
 from fusco.core.placement import ExpertPlacement as ExpertPlacement
 from fusco.core.profile import CallCounters as CallCounters, CallProfile as CallProfile, CallTotals as CallTotals
 from fusco.core.quantization import Quantize as Quantize
-from fusco.core.routing_sizes import RoutingSizes as RoutingSizes
 from fusco.core.segments import Segments as Segments
 from fusco.core.timeline import Timeline as Timeline
 from fusco.core.topology import Topology as Topology

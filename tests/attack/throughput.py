@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rank_setup import Setup
 
 import fusco
-from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.harness.stopwatch import measure_in_turn
 from generator import random_of
 
 Spent: TypeAlias = tuple[float, float]  # seconds, and those of this process on a core

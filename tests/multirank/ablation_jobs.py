@@ -12,9 +12,8 @@ import fusco
 from comparison import assert_same_bits, assert_within, world_rows
 from fusco.bench.inputs.traffic import Workload
 from fusco.bench.shuffle.baseline import BaselineShuffle
-from fusco.bench.shuffle.internode_bytes import internode_rows
-from fusco.bench.shuffle.no_engine import NoEngineShuffle
-from fusco.bench.shuffle.no_planner import expand, sum_copies
+from fusco.bench.shuffle.no_engine import NoEngineShuffle, expand, sum_copies
+from fusco.bench.shuffle.summary import internode_rows
 from fusco.planner.balancer import find_balancer
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, any_bits, random_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_setup import Setup, law_of
 
 import fusco
-from fusco.bench.plan_world import plan_cost
+from fusco.bench.explain import plan_cost
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from fusco.bench.decode.exchanges import Exchange, Sent, make_exchange
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.decode.model import DecodeModel
-from fusco.bench.decode.rank import DecodeBench
+from fusco.bench.decode.rank import DecodeBench, DecodeModel
 from fusco.bench.decode.records import DecodeRecord
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fusco import fsdp
 from fusco.fsdp.checks import on_all_ranks
-from fusco.fsdp.zero_experts import cut_rows, with_zeros
+from fusco.fsdp.gathered_parts import cut_rows, with_zeros
 
 LIMIT = 5e-6  # of a parameter's largest gradient
 NUMS_SEQUENCES = (2, 1, 3, 1)

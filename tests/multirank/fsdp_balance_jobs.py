@@ -13,8 +13,7 @@ from fsdp_runs import Run, dispatcher_of, mesh_of, parallel, step, whole_of
 from torch import nn
 
 from fusco import fsdp
-from fusco.fsdp.expert_bias import find_expert_biases
-from fusco.fsdp.expert_loads import counted_layers
+from fusco.fsdp.expert_loads import counted_layers, find_expert_biases
 from fusco.fsdp.experts import find_experts
 
 NUM_MICROBATCHES = 2

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim import AdamW
 
 from fusco import fsdp
-from fusco.fsdp.checkpoint_writer import CheckpointWriter
+from fusco.fsdp.checkpoint import CheckpointWriter
 from fusco.fsdp.hugging_face import _Files, _Source
 
 _SEQUENCES = (2, 2, 2, 2)

@@ -13,7 +13,7 @@ from fsdp_models import SEQUENCE, loss_sum, make_batch, make_model, num_targets
 from fsdp_runs import Run, difference, dispatcher_of, mesh_of
 
 from fusco import fsdp
-from fusco.fsdp.shards import local_part
+from fusco.fsdp.mesh import local_part
 
 
 def measured(_: dist.ProcessGroup, folder: Path) -> list[fsdp.StepMetrics]:

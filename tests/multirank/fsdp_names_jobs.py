@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fusco import Settings, fsdp
+from fusco.fsdp.gathered_parts import cut_rows, with_zeros
 from fusco.fsdp.hugging_face import original_class
-from fusco.fsdp.zero_experts import cut_rows, with_zeros
 
 Tensors = dict[str, torch.Tensor]
 

@@ -20,8 +20,8 @@ from fault_jobs import fail
 import fusco
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.errors import Stall
-from fusco.rails.address import Address
 from fusco.rails.endpoint import Endpoint
+from fusco.rails.rail import Address
 
 TIMEOUT_S = 20.0
 NUM_ROUNDS = 60

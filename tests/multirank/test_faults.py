@@ -60,8 +60,8 @@ MORE_PLACES = {
 }
 SMALL_PLACES = {  # of combines that attach their sums
     "before the record of a combine": (TWO_NODES, (3,), RECORDS, 1),
-    "adding the sums of its node": (TWO_NODES, (1,), "fusco.cpu.attached_sums:AttachedSums.attach", 0),
-    "adding the sums of other nodes": (TWO_NODES, (2,), "fusco.cpu.attached_sums:AttachedSums.finish", 1),
+    "adding the sums of its node": (TWO_NODES, (1,), "fusco.cpu.combine:AttachedSums.attach", 0),
+    "adding the sums of other nodes": (TWO_NODES, (2,), "fusco.cpu.combine:AttachedSums.finish", 1),
 }
 EXCHANGES = {
     "sending within the node": (TWO_NODES, (1,), "fusco.cpu.all_to_all:SendWithin.step", 5),

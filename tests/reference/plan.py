@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.planner.distribution import ExpertDistribution
+from fusco.planner.dispatch_plan import ExpertDistribution
 
 NOT_HERE = -1  # the pair's expert is on another rank, or there is none
 DROPPED = -2  # the pair's expert is here, but its slot is beyond the last one

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.dispatch_plan import mark_destinations
 from fusco.planner.routing import Routing
 
 _LARGEST_ID = 2**31 - 1

@@ -13,7 +13,7 @@ from unittest import mock
 
 from fusco.bench.ranks.local_world import PRELOADED
 from fusco.testbed import Namespaces, Testbed
-from fusco.testbed.job import rank_environment
+from fusco.testbed.testbed import rank_environment
 
 # What is read when a process begins. Memory of results is used again: pages that are mapped anew in every call would
 # keep the cores busy.

@@ -9,7 +9,7 @@ import pytest
 from forked_ranks import ForkedRank
 
 from fusco.testbed import Testbed
-from fusco.testbed.job import rank_environment
+from fusco.testbed.testbed import rank_environment
 
 RATE, NUM_TOKENS = 400_000_000, 1024
 

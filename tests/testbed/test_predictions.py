@@ -21,7 +21,7 @@ import timed_calls
 from forked_ranks import fork_ranks
 
 from fusco.bench.simulation.laws import demand_of
-from fusco.rails.limits import Limits
+from fusco.rails.policy import Limits
 from fusco.simulate.cluster import Cluster, load_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate

@@ -28,8 +28,7 @@ import torch.distributed as dist
 import fusco
 from fusco.bench.inputs.matrices import make_rank_bytes
 from fusco.bench.inputs.traffic import Trace, Workload
-from fusco.bench.simulation.cores import measure_machine
-from fusco.bench.simulation.measure import measure_cluster
+from fusco.bench.simulation.measure import measure_cluster, measure_machine
 from fusco.core.environment import RAILS_VARIABLE
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology

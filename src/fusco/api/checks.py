@@ -13,10 +13,9 @@ from fusco.api.handle import Handle, version_of
 from fusco.core.config import Capacity, Launch, StaticRows
 from fusco.core.errors import name_ranks
 from fusco.core.integers import MAX_INT32, check_integer
-from fusco.core.movable import require_movable_tensors, why_not_movable
 from fusco.core.placement import ExpertPlacement
 from fusco.core.quantization import QUANTIZED_DTYPES, Quantize
-from fusco.core.rows import ROW_DTYPES, row_bytes, wants_grad
+from fusco.core.rows import ROW_DTYPES, require_movable_tensors, row_bytes, wants_grad, why_not_movable
 from fusco.core.segments import Segments
 from fusco.cuda.memory.layout import MAX_PAYLOADS
 from fusco.planner.balancer import Balancer

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.control.session import Session
 from fusco.core.errors import RowOverflowError, SharedMemoryError, first_line
-from fusco.core.movable import require_movable_tensors
 from fusco.core.profile import Call
+from fusco.core.rows import require_movable_tensors
 from fusco.engine.base import Engine, LateRejection, Pending, Request
 
 RequestT = TypeVar("RequestT", bound=Request)

@@ -325,12 +325,7 @@ class Communicator(ExpertMoves):
 
     @limited
     def combine_weights(
-        self,
-        values: torch.Tensor,
-        handle: Handle,
-        *,
-        launch: Launch | None = None,
-        timeout_s: float | None = None,
+        self, values: torch.Tensor, handle: Handle, *, launch: Launch | None = None, timeout_s: float | None = None
     ) -> torch.Tensor:
         """Return one value of each row to its token and k, such as the gradient of the row's weight; no gradients.
 

@@ -24,13 +24,13 @@ from fusco.control.member_gather import Gather, MemberGather
 from fusco.control.session import Session
 from fusco.control.store_gather import StoreGather
 from fusco.core.access import Access
+from fusco.core.announcements import LOGGER, configure_logging
 from fusco.core.config import Capacity, EngineConfig, Settings
 from fusco.core.errors import FuscoError, PeerFailureError, cleanup_after, first_line
 from fusco.core.integers import check_integer
-from fusco.core.log import LOGGER, configure_logging
-from fusco.core.movable import why_nothing_moves_here
 from fusco.core.placement import ExpertPlacement
 from fusco.core.requirements import LEAST_CAPABILITY, check_cuda_core
+from fusco.core.rows import why_nothing_moves_here
 from fusco.core.topology import Topology
 from fusco.core.version import __version__
 from fusco.cpu.engine import SPIN_S as SPIN_S_ON_CPU, CpuEngine, warm_up

@@ -40,10 +40,7 @@ class Growing(Membership):
         self._repeats = Repeats(parts.session, parts.validator, is_enabled=parts.engine.is_asynchronous)
 
     def fitting(
-        self,
-        need: Capacity,
-        dispatch: Callable[[], _Result],
-        make_room: Callable[[Capacity], object] | None = None,
+        self, need: Capacity, dispatch: Callable[[], _Result], make_room: Callable[[Capacity], object] | None = None
     ) -> _Result:
         """Return ``dispatch()`` once there is room for what it needs on each rank: a collective, for adapters.
 

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.core.movable import bytes_needed, has_memory, why_nothing_moves_here
 from fusco.core.recent import Recent
+from fusco.core.rows import bytes_needed, has_memory, why_nothing_moves_here
 from fusco.engine.base import KnownCall
 
 # Compares dispatch keys, dtypes, devices, shapes and strides of several tensors in 0.3 us; Python takes ten times as

@@ -15,10 +15,9 @@ from fusco.control.fingerprint import REJECTION, CollectiveFingerprint
 from fusco.control.session import Session
 from fusco.core.config import Settings
 from fusco.core.errors import ClosedError, PeerFailureError, ThreadError, cleanup_after, first_line
-from fusco.core.keeping import leak
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import CallProfile, ProfileHook
-from fusco.core.threads import within
+from fusco.core.threads import leak, within
 from fusco.core.timeline import NO_TIMELINE, HostTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.engine.base import Engine

@@ -13,7 +13,7 @@ from fusco.control.fingerprint import Fields
 from fusco.core.integers import check_integer
 from fusco.core.lanes import IntArray
 from fusco.engine.base import AllToAllRequest
-from fusco.placement.move_steps import MoveSteps
+from fusco.placement.moves import MoveSteps
 
 
 @dataclass(kw_only=True)

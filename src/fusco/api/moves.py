@@ -13,22 +13,19 @@ import torch
 from fusco.api.collective import run_collective
 from fusco.api.early_swaps import EarlySwaps
 from fusco.api.exchanges import Exchanges
-from fusco.api.expert_memory import ExpertMemory, describe_experts, describe_places
 from fusco.api.move_task import MoveRequest, MoveTask, Pace, RankTransfers
-from fusco.api.placement_move import PlacementMove
+from fusco.api.placement_move import ExpertMemory, PlacementMove, describe_experts, describe_places
 from fusco.api.prefetch import Copies, Shapes, with_gradients
 from fusco.api.uncompiled import uncompiled
 from fusco.control.fingerprint import CollectiveFingerprint, Fields
 from fusco.core.balance import Balance, BatchPlan
 from fusco.core.lanes import IntArray
-from fusco.core.movable import require_movable_tensors
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
-from fusco.core.rows import accumulation_dtype, wants_grad
+from fusco.core.rows import accumulation_dtype, require_movable_tensors, wants_grad
 from fusco.engine.base import KnownCall, Pending, Request
 from fusco.engine.owner_choice import DeviceBatchPlan
-from fusco.placement.move_steps import MoveSteps, fast_step_bytes
-from fusco.placement.moves import MovePlan, Placement, as_places
+from fusco.placement.moves import MovePlan, MoveSteps, Placement, as_places, fast_step_bytes
 from fusco.placement.placement import PlannedPlacement
 
 Weights = Sequence[torch.Tensor]

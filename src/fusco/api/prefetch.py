@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from fusco.api.expert_memory import ExpertMemory
+from fusco.api.placement_move import ExpertMemory
 from fusco.core.balance import BatchPlan
 from fusco.core.lanes import IntArray
 from fusco.core.placement import ExpertPlacement

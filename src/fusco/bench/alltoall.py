@@ -13,8 +13,7 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.harness.environment import VerifiedMeasurement, record_of
 from fusco.bench.harness.links import LinkPeaks, measure_links
-from fusco.bench.harness.rounds import measure_in_turn, slowest_median
-from fusco.bench.harness.stopwatch import RankTimer
+from fusco.bench.harness.stopwatch import RankTimer, measure_in_turn, slowest_median
 from fusco.bench.ranks.progress import ProgressReporter
 from fusco.core.config import Settings
 from fusco.core.lanes import IntArray

@@ -27,10 +27,7 @@ _CaseRecord = TypeVar("_CaseRecord", "OffloadRecord", "RailsRecord")
 
 Explain = Annotated[bool, typer.Option("--explain", help="Show all cases and results.")]
 _Column = tuple[str, Callable[[Any], str]]
-_RAILS_COLUMNS: tuple[_Column, ...] = (
-    ("case", lambda of: escape(of.case)),
-    ("policy", lambda of: escape(of.policy)),
-)
+_RAILS_COLUMNS: tuple[_Column, ...] = (("case", lambda of: escape(of.case)), ("policy", lambda of: escape(of.policy)))
 _OFFLOAD_COLUMNS: tuple[_Column, ...] = (
     ("case", lambda of: escape(of.case)),
     ("variant", lambda of: escape(of.variant)),

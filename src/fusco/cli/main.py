@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -23,7 +24,6 @@ from fusco.cli.bench import app as bench_app
 from fusco.cli.doctor import doctor
 from fusco.cli.explore.command import explore
 from fusco.cli.help import CommandGroup, add_commands
-from fusco.cli.integrations import integrations
 from fusco.cli.plan import plan
 from fusco.cli.rails import rails
 from fusco.cli.running import Interrupted, Terminated
@@ -33,6 +33,27 @@ from fusco.cli.testbed import run_testbed
 from fusco.cli.train import train
 from fusco.cli.warm_up import warm_up
 from fusco.core.requirements import RequirementError, check_torch
+
+_FOLDER = Path(__file__).parents[1] / "integrations" / "path"
+
+
+def integrations(
+    path: Annotated[str, typer.Option(metavar="MODULE", help="The module to print the folder of: deep_ep.")] = "",
+) -> None:
+    """List the modules that run other libraries' interfaces on fusco, or print the folder of one.
+
+    A framework that imports deep_ep uses fusco if that folder comes first:
+
+    export PYTHONPATH=$(fusco integrations --path deep_ep):$PYTHONPATH
+    """
+    modules = sorted(folder.name for folder in _FOLDER.iterdir() if (folder / "__init__.py").exists())
+    if not path:
+        typer.echo("\n".join(modules))
+    elif path in modules:
+        typer.echo(_FOLDER)
+    else:
+        raise ValueError(f"--path {path!r} is not one of {', '.join(modules)}")
+
 
 _LOCAL_RANK = "LOCAL_RANK"  # torchrun's
 _FIRST_RANK_REPORTS_S = 5.0  # with more ranks than cores, interpreters start seconds apart

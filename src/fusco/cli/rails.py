@@ -18,7 +18,7 @@ from fusco.cli.wording import plural
 from fusco.core.errors import SharedMemoryError
 
 if TYPE_CHECKING:
-    from fusco.rails.usage import RailUse
+    from fusco.rails.board import RailUse
 
 
 def _check_board(path: Path | None) -> Path | None:
@@ -49,10 +49,10 @@ def rails(
 
     With --json, JSON lines: one for each worker and rail that it owns or has used, at every update.
     """
-    from fusco.rails.usage import UsageReader
+    from fusco.rails.board import UsageReader
 
     if links:
-        from fusco.core.board_files import links_board
+        from fusco.core.files import links_board
 
         board = board or links_board()
     try:

@@ -176,10 +176,9 @@ def run_on_ranks(
     here, ``prepare`` compiles kernels first, so that they load them from disk, and reports its steps; ``limit_s``
     is the limit of the function, and on CUDA the nodes of a ``topology`` are emulated.
     """
-    from fusco.bench.ranks.joined_world import run_joined
     from fusco.bench.ranks.local_world import LocalWorld
     from fusco.bench.ranks.progress import new_store, watching
-    from fusco.bench.ranks.torchrun import launched
+    from fusco.bench.ranks.torchrun import launched, run_joined
 
     job = launched()
     if job and job.rank:

@@ -16,9 +16,8 @@ import typer
 from fusco.cli.options import AnyNodes, AnyRanksPerNode, Device
 from fusco.cli.running import choose_shape, num_devices
 from fusco.core.topology import Topology
-from fusco.testbed.job import exit_code, run_job
 from fusco.testbed.layout import Layout, parse_rate
-from fusco.testbed.testbed import Testbed
+from fusco.testbed.testbed import Testbed, exit_code, run_job
 
 _SHAPE = re.compile(r"(\d+)x(\d+)")
 _DEFAULT_RATE = "1gbit"

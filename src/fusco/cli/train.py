@@ -21,20 +21,20 @@ from fusco.cli.train_options import (
     FileOptions,
     RunOptions,
     SavingOptions,
+    SizeOptions,
     keep_steps,
     num_steps_of,
     take_up,
     write_options,
 )
-from fusco.cli.train_presets import SizeOptions
 from fusco.cli.wording import plural
 from fusco.core.requirements import check_cuda_core, check_fsdp
 
 if TYPE_CHECKING:
     from fusco.bench.ranks.torchrun import Launched
     from fusco.bench.train.job import TrainingJob
+    from fusco.bench.train.rank import Saving
     from fusco.bench.train.records import Run, RunRecord
-    from fusco.bench.train.saving import Saving
 
 _CURVE_WIDTH = 100  # columns
 _LIMIT_S = 7 * 24 * 3600.0  # of a whole run; ranks that die are detected at once
@@ -115,7 +115,7 @@ def _job(
 
 def _saving(chosen: SavingOptions, job: TrainingJob) -> Saving | None:
     """Return where the run is saved; ``ValueError`` if the run that it continues has nothing left to do."""
-    from fusco.bench.train.saving import Saving
+    from fusco.bench.train.rank import Saving
     from fusco.fsdp import latest_run
 
     if chosen.folder is None:

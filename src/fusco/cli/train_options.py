@@ -14,7 +14,6 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.names import STDOUT
 from fusco.cli import options
 from fusco.cli.options import Device
-from fusco.cli.train_presets import PresetName
 from fusco.core.files import written_beside
 from fusco.core.requirements import RequirementError, installed
 
@@ -24,6 +23,21 @@ _FILE = "options.json"  # in the folder of a run
 _CHANGEABLE = {
     *("device", "ranks", "ep_size", "steps", "dispatcher", "activation_checkpointing", "timeout_s"),
     *("save", "save_every", "keep_last", "resume", "export", "eval_every", "sample_tokens"),
+}
+PresetName = Literal["small", "large"]
+# For each size, its values in small and large. Small takes 200 steps on four processes of two cores in about two
+# minutes; large, for GPUs, has a sixth of the layers of Qwen3-30B-A3B and half of its experts.
+_SIZES: dict[str, tuple[Any, Any]] = {
+    "layers": (4, 8),
+    "hidden": (128, 2048),
+    "num_experts": (16, 64),
+    "num_topk": (4, 8),
+    "moe_intermediate": (128, 768),
+    "tokens": (512, 8192),
+    "length": (128, 2048),
+    "lr": (3e-3, 3e-4),
+    "warmup_steps": (0, 20),
+    "dtype": ("float32", "bfloat16"),
 }
 
 
@@ -56,10 +70,9 @@ class RunOptions:
     forced_balance: Annotated[
         bool, typer.Option("--forced-balance", help="Send tokens to experts in turn, to measure even loads.")
     ] = False
-    balance: Annotated[
-        bool,
-        typer.Option("--balance", help="Copy busy experts to spare places for every batch."),
-    ] = False
+    balance: Annotated[bool, typer.Option("--balance", help="Copy busy experts to spare places for every batch.")] = (
+        False
+    )
     spare_places: options.SparePlacesOfBatch = 2
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout of attention probabilities.")] = 0.0
     dispatcher: Annotated[
@@ -116,8 +129,7 @@ class FileOptions:
     """Files that a run writes beside its saves."""
 
     record_trace: Annotated[
-        Path | None,
-        options.written_file("Write the last step's routing here (npz or npy), for fusco bench --trace."),
+        Path | None, options.written_file("Write the last step's routing here (npz or npy), for fusco bench --trace.")
     ] = None
     plot: Annotated[Path | None, options.written_file("Write the curves of losses here, as SVG.")] = None
     metrics: Annotated[
@@ -203,3 +215,37 @@ def keep_steps(path: Path, saved: Path | None) -> None:
     write_json_lines([], path)
     if kept:
         path.write_text("".join(kept), encoding="utf-8")
+
+
+def _size(what: str, name: str, least: int | None = 1) -> Any:
+    """Return the option of a size, whose help names the defaults."""
+    small, large = _SIZES[name]
+    return typer.Option(min=least, help=f"{what} Default: {small}, in large {large}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """Options that change a preset; ``None`` means not given."""
+
+    layers: Annotated[int | None, _size("Blocks.", "layers")] = None
+    hidden: Annotated[int | None, _size("Elements of a row.", "hidden")] = None
+    num_experts: Annotated[int | None, _size("Experts of a layer.", "num_experts")] = None
+    num_topk: Annotated[int | None, _size("Experts per token.", "num_topk")] = None
+    moe_intermediate: Annotated[int | None, _size("Inner width of an expert.", "moe_intermediate")] = None
+    tokens: Annotated[int | None, _size("Tokens of each rank in a step.", "tokens")] = None
+    length: Annotated[int | None, _size("Tokens of a sequence.", "length")] = None
+    lr: Annotated[float | None, _size("Learning rate of AdamW.", "lr", 0)] = None
+    warmup_steps: Annotated[int | None, _size("Steps of linear warm-up.", "warmup_steps", 0)] = None
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, _size("Computed in; parameters stay in float32.", "dtype", None)
+    ] = None
+
+    def arguments(self, preset: PresetName) -> dict[str, Any]:
+        """Return the arguments of ``TrainingJob`` that are sizes: those given, and the preset's."""
+        from fusco.bench.train.job import byte_model
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        sizes = {name: of[preset == "large"] if given[name] is None else given[name] for name, of in _SIZES.items()}
+        of_model = ("hidden", "num_experts", "num_topk", "moe_intermediate")
+        shape = byte_model(num_layers=sizes.pop("layers"), **{name: sizes.pop(name) for name in of_model})
+        return {"shape": shape, "learning_rate": sizes.pop("lr"), **sizes}

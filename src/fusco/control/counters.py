@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fusco.control.atomics import load_acquire_at
+from fusco.control.flags import load_acquire_at
 from fusco.control.machine_calls import NUM_YIELD_WORDS, call_at, libc_address, yield_since, yield_words
 from fusco.core.compiled import compiled
 

@@ -1,4 +1,4 @@
-"""Counters in shared memory by which the ranks of a node announce their progress to each other."""
+"""Counters in shared memory by which ranks of a node announce their progress; acquire and release for compiled code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from numba import types
+from numba.extending import intrinsic
 
-from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.core.compiled import compiled
 
 
@@ -50,3 +51,26 @@ class Flags:
         write = partial(_store, self._first + 8 * index)
         vars(write)["memory"] = self._memory  # kept mapped, although a signal handler may close it just before a call
         return write
+
+
+@intrinsic
+def load_acquire_at(_typing: Any, address: Any) -> Any:
+    """Read an int64 that another process writes with ``store_release_at``; its earlier writes are visible then."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.int64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_release_at(_typing: Any, address: Any, value: Any) -> Any:
+    """Write an int64 that another process reads with ``load_acquire_at``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], context.get_value_type(types.int64).as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

@@ -1,4 +1,4 @@
-"""Hello of a connection: both ends prove that they know a secret, by the challenge that ``fusco.rails`` has, too.
+"""Hello of a connection, and its listener: both ends prove that they know a secret, by the challenge of the rails.
 
 The server sends a nonce. The client answers with a request and a tag, the server with an answer and a tag: HMAC-SHA256
 of the sender's role, both nonces and the bytes sent. So the secret does not travel, a recorded hello is refused, and no
@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import hmac
 import os
+import selectors
 import socket
 import struct
-
-from fusco.control.socket_loop import READ, WRITE
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 MAX_BODY_BYTES = 1 << 16  # of a request or an answer
 NONCE_BYTES, TAG_BYTES = 16, 32
 _MAGIC = b"FUSCOCT1"
 _SIZE = struct.Struct("!I")
 CHALLENGE_BYTES = len(_MAGIC) + NONCE_BYTES
+READ, WRITE, NOTHING = selectors.EVENT_READ, selectors.EVENT_WRITE, 0
+# Does what is possible now; returns the events that the socket awaits next, or ``NOTHING`` to leave the loop.
+Step = Callable[[], int]
+# Ranks authenticate at once. Connections that stay unauthenticated are not of ranks.
+_MAX_CLIENTS = 256
+_BACKLOG = 1024  # all ranks may connect at once, and foreign clients before them
 
 
 def tag_of(secret: bytes, role: bytes, nonces: bytes, body: bytes) -> bytes:
@@ -146,3 +155,129 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     if received := connection.recv(num_bytes):
         return received
     raise ConnectionResetError("the other end closed the connection")
+
+
+class SocketLoop(AbstractContextManager["SocketLoop"]):
+    """Calls each socket's step when the socket is ready; ``close``, or the end of a ``with``, closes all sockets."""
+
+    def __init__(self) -> None:
+        self._poll = selectors.PollSelector()  # needs no descriptor: the process may have none left
+
+    def __len__(self) -> int:
+        return len(self._poll.get_map() or ())
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, connection: socket.socket, step: Step, events: int = READ) -> None:
+        """Call ``step`` whenever one of ``events`` has come; what it raises, ``turn`` raises."""
+        connection.settimeout(0)
+        self._poll.register(connection, events, step)
+
+    def forget(self, connection: socket.socket) -> None:
+        """Call a socket's step no more."""
+        self._poll.unregister(connection)
+
+    def turn(self, timeout_s: float | None) -> bool:
+        """Wait for sockets and call the steps of those that are ready; return False after ``timeout_s`` without any."""
+        ready = self._poll.select(timeout_s)
+        for key, _ in ready:
+            at = self._poll.get_map().get(key.fd)
+            if at is None or at.data is not key.data:
+                continue  # an earlier step has removed it
+            if (events := key.data()) == NOTHING:
+                self._poll.unregister(key.fileobj)
+            elif events != key.events:
+                self._poll.modify(key.fileobj, events, key.data)
+        return bool(ready)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for key in list((self._poll.get_map() or {}).values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._poll.close()
+
+
+def listen_on(host: str) -> socket.socket:
+    """Listen on a free port; raises ``OSError``."""
+    return socket.create_server((host, 0), backlog=_BACKLOG)
+
+
+class HelloListener:
+    """Accepts connections and answers one request of each.
+
+    The number of clients is bounded: a new one replaces the oldest. So are the bytes of a request.
+    """
+
+    def __init__(
+        self,
+        loop: SocketLoop,
+        listener: socket.socket,
+        secret: bytes,
+        answer: Callable[[bytes], bytes | None],
+        on_answered: Callable[[bytes, socket.socket], None],
+        *,
+        challenges: bool = True,
+    ) -> None:
+        """Add the listener to a loop, whose thread calls ``answer`` with a request, then ``on_answered``.
+
+        Both must return soon and must not raise. ``None`` closes the connection without an answer; ``on_answered`` gets
+        the connection. A turn of the loop raises ``OSError`` if no connection can be accepted, for example because no
+        descriptor is left.
+        """
+        self._loop, self._listener, self._secret = loop, listener, secret
+        self._answer, self._on_answered, self._challenges = answer, on_answered, challenges
+        self._clients: dict[socket.socket, float] = {}  # and when they came; the oldest first
+        loop.add(listener, self._accept)
+
+    @property
+    def has_clients(self) -> bool:
+        """True while clients have not authenticated."""
+        return bool(self._clients)
+
+    def close_late_clients(self, timeout_s: float) -> None:
+        """Close connections whose request has not come within ``timeout_s``."""
+        latest = time.monotonic() - timeout_s
+        for connection in [connection for connection, came in self._clients.items() if came < latest]:
+            self._drop(connection)
+
+    def _accept(self) -> int:
+        try:
+            connection, _ = self._listener.accept()
+        except (ConnectionError, BlockingIOError):
+            return READ  # the client has closed it again
+        connection.settimeout(0)
+        try:
+            hello = ServerHello(connection, self._secret, challenges=self._challenges)
+        except OSError:
+            connection.close()
+            return READ
+        if len(self._clients) >= _MAX_CLIENTS:
+            self._drop(next(iter(self._clients)))
+        self._clients[connection] = time.monotonic()
+        self._loop.add(connection, partial(self._advance, hello))
+        return READ
+
+    def _advance(self, hello: ServerHello) -> int:
+        connection = hello.connection
+        try:
+            request = hello.request()
+            if request is None:
+                return READ
+            answer = self._answer(request)
+            if answer is None:
+                raise ConnectionRefusedError
+            hello.answer(answer)
+        except OSError:  # foreign, or the client has closed the connection, so there is none to answer
+            del self._clients[connection]
+            connection.close()
+            return NOTHING
+        del self._clients[connection]
+        self._on_answered(request, connection)
+        return NOTHING
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._clients[connection]
+        self._loop.forget(connection)
+        connection.close()

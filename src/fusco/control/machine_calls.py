@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from fusco.control.atomics import load_acquire_at
+from fusco.control.flags import load_acquire_at
 from fusco.core.compiled import compiled
 
 NUM_ARGUMENTS = 6  # that ``call_at`` passes

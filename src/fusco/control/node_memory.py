@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusco.control.atomics import load_acquire_at
 from fusco.control.counters import Counters, warm_up_counters
-from fusco.control.flags import Flags, warm_up_flags
+from fusco.control.flags import Flags, load_acquire_at, warm_up_flags
 from fusco.control.layout import NUM_COMPARED_INTS, RECORD_HEADER_INTS, ControlLayout
 from fusco.control.shared_segment import SharedSegment
 from fusco.control.watchdog import Watchdog

@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fusco.control.hello import ClientHello
-from fusco.control.hello_listener import HelloListener, listen_on
-from fusco.control.socket_loop import NOTHING, WRITE, SocketLoop
+from fusco.control.hello import NOTHING, WRITE, ClientHello, HelloListener, SocketLoop, listen_on
 
 _CLIENT_TIMEOUT_S = 5.0  # ranks send their request at once
 _SECONDS_BETWEEN_CHECKS = 0.5  # for clients that have timed out

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusco.control.atomics import load_acquire_at, store_release_at
+from fusco.control.flags import load_acquire_at, store_release_at
 from fusco.control.layout import NODE_AGREES_INT, NUM_ATTACHED_INT, NUM_COMPARED_INTS, RECORD_HEADER_INTS
 from fusco.control.machine_calls import NUM_YIELD_WORDS, call_at, libc_address, yield_since, yield_words
 from fusco.control.node_memory import NodeMemory

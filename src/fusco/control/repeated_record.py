@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.fingerprint import CollectiveFingerprint
+from fusco.control.flags import load_acquire_at, store_release_at
 from fusco.control.layout import NUM_COMPARED_INTS, RECORD_HEADER_INTS
 from fusco.control.machine_calls import NUM_YIELD_WORDS, call_at, libc_address, yield_since, yield_words
 from fusco.control.node_memory import NodeMemory

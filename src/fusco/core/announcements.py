@@ -1,9 +1,10 @@
-"""Messages on stderr: once per command and all processes that it starts; slow work is announced if it takes long."""
+"""Messages on stderr: once per command and all its processes, of slow work if it takes long; and fusco's logger."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from functools import lru_cache
 
 _NO_SOCKET = -1  # instead of a descriptor
+LEVEL_VARIABLE = "FUSCO_LOG"
+LOGGER = logging.getLogger("fusco")
 
 
 def announce(text: str) -> None:
@@ -89,3 +92,21 @@ class SlowWork:
             self._timer.cancel()
             self._timer = None
             self._left_s -= time.monotonic() - self._start
+
+
+def configure_logging() -> None:
+    """Print messages from the level in ``FUSCO_LOG`` on to stderr; without it, the program's own handlers decide.
+
+    Raises ``ValueError`` for a value that is no level of ``logging``.
+    """
+    name = os.environ.get(LEVEL_VARIABLE)
+    if not name:
+        return
+    if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError(f"{LEVEL_VARIABLE} must be DEBUG, INFO, WARNING or ERROR, got {name!r}")
+    LOGGER.setLevel(name.upper())
+    if not LOGGER.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fusco: %(message)s"))
+        LOGGER.addHandler(handler)
+        LOGGER.propagate = False  # the root's handlers would print it again

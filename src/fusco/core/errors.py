@@ -55,12 +55,7 @@ class RowOverflowError(FuscoError):
     """
 
     def __init__(
-        self,
-        rank: int,
-        num_rows: int,
-        num_rows_needed: int,
-        node: int | None = None,
-        local_expert: int | None = None,
+        self, rank: int, num_rows: int, num_rows_needed: int, node: int | None = None, local_expert: int | None = None
     ) -> None:
         self.num_rows, self.num_rows_needed = num_rows, num_rows_needed
         self.node, self.local_expert = node, local_expert

@@ -1,4 +1,4 @@
-"""Files that are complete or invisible."""
+"""Files that are complete or invisible, and names of the boards in shared memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
+
+_DIRECTORY = Path("/dev/shm")  # noqa: S108  the POSIX shared-memory file system of Linux
 
 
 @contextmanager
@@ -31,3 +33,23 @@ def written_beside(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def board_pattern(kind: str, namespace: int) -> Path:
+    """Return the pattern of this user's board of one kind (``rails``, ``links``), in the namespace of an inode.
+
+    Other users may make files of these names, so the board is the first of them that is this user's.
+    """
+    return _DIRECTORY / f"fusco-{kind}-v1-{os.getuid()}-{namespace}.*"
+
+
+def links_board() -> Path:
+    """Return the board of PCIe links: one for each user and pid namespace, since it names workers by pid."""
+    return board_pattern("links", os.stat("/proc/self/ns/pid").st_ino)
+
+
+def remove_boards(kind: str, namespace: int) -> None:
+    """Remove this user's boards of a namespace of which all processes have ended."""
+    for path in _DIRECTORY.glob(board_pattern(kind, namespace).name):
+        if path.lstat().st_uid == os.geteuid():
+            path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeAlias
 
-from fusco.core.log import LOGGER
+from fusco.core.announcements import LOGGER
 from fusco.core.timeline import HostTimeline
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusco.core.movable import why_not_movable, why_nothing_moves_here
-from fusco.core.rows import as_bytes, row_bytes
+from fusco.core.rows import as_bytes, row_bytes, why_not_movable, why_nothing_moves_here
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 import warnings
@@ -76,3 +77,8 @@ def _wait_at_exit() -> None:
     if late := wait(pending, limit_now(_EXIT_LIMIT_S)).not_done:
         names = ", ".join(sorted(pending[future] for future in late))
         warnings.warn(f"exiting while still running: {names}", RuntimeWarning, stacklevel=2)
+
+
+def leak(thing: Any) -> None:
+    """Keep an object, and everything that it references, alive until the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

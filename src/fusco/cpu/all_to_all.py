@@ -23,8 +23,7 @@ from fusco.cpu.channel import RingIn, RingOut
 from fusco.cpu.kernels.segment_memory import ContiguousMemory, JoinedPieces, JoinedSegments
 from fusco.cpu.memory import CpuMemory
 from fusco.engine.all_to_all import FlowSlice, cut_flow
-from fusco.engine.byte_stream import in_turn
-from fusco.engine.tasks import Task
+from fusco.engine.tasks import Task, in_turn
 from fusco.schedule.rank_schedule import INPUT, NUM_BYTES, OFFSET, OUTPUT, Flow, RankSchedule
 
 # Contiguous, uint8, or segments.

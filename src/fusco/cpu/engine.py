@@ -17,8 +17,7 @@ from fusco.control.transport import Mesh, Transport
 from fusco.core.config import EngineConfig
 from fusco.core.environment import rail_names
 from fusco.core.errors import Stall
-from fusco.core.groups import Groups
-from fusco.core.lanes import IntArray, Lanes
+from fusco.core.lanes import Groups, IntArray, Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.rows import as_bytes, expert_rows_shape, plain, row_bytes
 from fusco.core.segments import Segments
@@ -26,10 +25,8 @@ from fusco.core.timeline import HostTimeline, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.core.wire import Wire
 from fusco.cpu.all_to_all import ByteMemory, Exchanges
-from fusco.cpu.attached_sums import AttachedSums
-from fusco.cpu.attachments import Attachments
 from fusco.cpu.channel import SendRing
-from fusco.cpu.combine import FoldSums, ProducePartialSums
+from fusco.cpu.combine import AttachedSums, FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.quantize_rows import quantize_rows
@@ -43,8 +40,8 @@ from fusco.cpu.plan import CpuPlan, overflow_of
 from fusco.cpu.quantizer import CpuQuantizer
 from fusco.cpu.rail_transport import RailTransport
 from fusco.cpu.recycler import OutputRecycler
-from fusco.cpu.routing_exchange import RoutingExchange
-from fusco.engine.agreed_lanes import agreed_lanes
+from fusco.cpu.routing_exchange import Attachments, RoutingExchange
+from fusco.engine.agreed_lanes import PublishedRows, agreed_lanes
 from fusco.engine.all_to_all import plan_all_to_all, plan_shuffle
 from fusco.engine.base import (
     AllToAllRequest,
@@ -57,14 +54,11 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import run_stream
-from fusco.engine.published_rows import PublishedRows
 from fusco.engine.quantizer import Origin
-from fusco.engine.tasks import Awaited, Task, run_tasks
+from fusco.engine.tasks import Awaited, Task, run_stream, run_tasks
 from fusco.planner.balancer import balance_by_lanes
-from fusco.planner.forwarding import NodeForwarding, select_tokens
-from fusco.planner.rank_lanes import RankLanes
-from fusco.planner.rank_links import lane_links
+from fusco.planner.dispatch_plan import NodeForwarding, select_tokens
+from fusco.planner.rank_lanes import RankLanes, lane_links
 from fusco.planner.sending import SendingStage, plan_stages, warm_up_stages
 from fusco.planner.traffic import Traffic
 from fusco.rails.rail import configured_rails

@@ -7,7 +7,7 @@ from functools import cached_property
 from fusco.control.layout import ControlLayout, SegmentSizes, align
 from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
-from fusco.planner.rank_links import most_crossing_rows
+from fusco.planner.rank_lanes import most_crossing_rows
 
 SLICE_BYTES = 1 << 20  # default of ``Settings.slice_bytes``
 _MAX_ATTACHED_BYTES = 128 << 10  # from a rank to each other node: 0.1 ms on the loopback device, saves three messages

@@ -11,9 +11,7 @@ import numpy.typing as npt
 from fusco.core.config import StaticRows
 from fusco.core.errors import RowOverflowError
 from fusco.cpu.kernels.plan_pairs import PlannedPairs
-from fusco.planner.dispatch_plan import DispatchPlan
-from fusco.planner.distribution import ExpertDistribution
-from fusco.planner.forwarding import NodeForwarding, select_tokens
+from fusco.planner.dispatch_plan import DispatchPlan, ExpertDistribution, NodeForwarding, select_tokens
 
 # Messages of the busiest rank, and most of them in the memory of one. With 13 MB for each rank and 62.5 MB/s, slices of
 # 1 MiB took 1.27 of the bound for a dispatch, of 256 KiB 1.18 (docs/performance/network.md).

@@ -16,11 +16,10 @@ from fusco.control.connect import raise_if_any
 from fusco.control.member_gather import Gather
 from fusco.control.transport import Message, Ticket, memory_of
 from fusco.core.errors import FuscoError, PeerFailureError, Stall, TransportError
-from fusco.rails.address import Address
 from fusco.rails.binding import NAME_BYTES
 from fusco.rails.channel import Channel
 from fusco.rails.endpoint import Endpoint
-from fusco.rails.rail import Rail
+from fusco.rails.rail import Address, Rail
 
 _SPREAD_S = 0.25  # a rail that has not connected this long after the first one is used when it does
 
@@ -29,11 +28,7 @@ class RailTransport:
     """A ``Transport`` over the rails of this rank's host; the ranks of the host that see them are its workers."""
 
     def __init__(
-        self,
-        store_gather: Gather,
-        peers: Sequence[int],
-        find_rails: Callable[[int], Sequence[Rail]],
-        secret: str,
+        self, store_gather: Gather, peers: Sequence[int], find_rails: Callable[[int], Sequence[Rail]], secret: str
     ) -> None:
         """Connect, together with all ranks, to ``peers`` of other nodes.
 

@@ -1,4 +1,8 @@
-"""Exchange of routing: between counterparts of different nodes, then through the node's shared memory."""
+"""Exchange of routing: between counterparts of different nodes, then through the node's shared memory.
+
+Routing and rows of a small dispatch go to other nodes with its record, as an attachment: so a dispatch waits once, as
+within a node. It goes to the counterpart, so nothing can balance what the ranks send; it is for few bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import numpy as np
 import torch
 
 from fusco.control.node_memory import wait_for_flag
+from fusco.control.record_round import Attachment
 from fusco.control.transport import Ticket, Transport
 from fusco.control.watchdog import Watchdog
 from fusco.core.errors import Stall
+from fusco.core.lanes import IntArray
 from fusco.core.profile import CallProfile
-from fusco.cpu.attachments import Attachments
+from fusco.cpu.kernels.gather_rows import gather_parts
 from fusco.cpu.kernels.segment_memory import concatenate
 from fusco.cpu.memory import CpuMemory
-from fusco.planner.distribution import NodeRouting
-from fusco.planner.forwarding import NodeForwarding
+from fusco.planner.dispatch_plan import NodeForwarding, NodeRouting
 from fusco.planner.routing import Routing, routing_bytes_per_row
 
 
@@ -124,3 +129,45 @@ class RoutingExchange:
             lambda: num_sent() == len(tickets),
             lambda: Stall("sending routing", counterparts, f"{len(tickets)} messages sent", f"{num_sent()}"),
         )
+
+
+class Attachments:
+    """Attachments of the ranks of all other nodes, in a dispatch of one shape.
+
+    Attributes:
+        attachment: that of this rank.
+    """
+
+    def __init__(
+        self, memory: CpuMemory, routing: Routing, row_bytes: int, forwarding: NodeForwarding, profile: CallProfile
+    ) -> None:
+        """Attach this rank's routing and rows, which are in its shared memory."""
+        self._memory, num_topk, weights = memory, routing.num_topk, routing.topk_weights
+        self._ids_bytes, weight_bytes = 4 * num_topk, 0 if weights is None else weights.itemsize
+        self._routing_bytes = routing_bytes_per_row(num_topk, weight_bytes)
+        parts = [
+            (memory.src_to_ids[memory.rank], self._ids_bytes),
+            (memory.src_to_weights[memory.rank], num_topk * weight_bytes),
+            (memory.pools[memory.local], row_bytes),
+        ]
+        table = np.array(parts, np.int64)
+        tokens = list(forwarding.node_to_tokens)
+        tokens[memory.node] = tokens[memory.node][:0]
+        gathered, bounds = gather_parts(table, tokens)
+        self.attachment = Attachment(gathered, bounds)
+        num_sent = sum(map(len, tokens))
+        profile.internode_metadata_bytes += num_sent * self._routing_bytes
+        profile.internode_row_bytes += num_sent * row_bytes
+
+    def routing(self, num_tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the addresses of each rank's ids and weights; ``num_tokens`` of them are for this node."""
+        memory = self._memory
+        ids = np.where(memory.are_remote, memory.src_to_attachment, memory.src_to_ids)
+        weights = np.where(
+            memory.are_remote, memory.src_to_attachment + num_tokens * self._ids_bytes, memory.src_to_weights
+        )
+        return ids, weights
+
+    def rows(self, num_tokens: IntArray) -> IntArray:
+        """Return the addresses of the rows of each rank of another node."""
+        return self._memory.src_to_attachment + num_tokens * self._routing_bytes

@@ -15,8 +15,7 @@ from fusco.cuda.between_nodes.network import Network, messages_of
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.copy_segments import copy_segments
 from fusco.cuda.memory.arena import Arena
-from fusco.engine.byte_stream import in_turn
-from fusco.engine.tasks import Task
+from fusco.engine.tasks import Task, in_turn
 
 # Of source and its offsets, target and its offsets, and sizes; see ``copy_segments``.
 Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fusco.control.machine_calls import libc_address
 from fusco.core.current_stream import capture_number
 from fusco.core.errors import Stall
-from fusco.core.keeping import leak
+from fusco.core.threads import leak
 from fusco.core.topology import Topology
 from fusco.cuda.failure import stall_of
 from fusco.cuda.gpu import Gpu

@@ -14,13 +14,13 @@ import torch
 
 from fusco.control.connect import Connections
 from fusco.control.member_gather import Gather
-from fusco.control.peer_watch import PeerWatch
+from fusco.control.watchdog import PeerWatch
 from fusco.core.config import EngineConfig, Launch
 from fusco.core.errors import Stall
-from fusco.core.keeping import leak
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call
 from fusco.core.segments import Segments
+from fusco.core.threads import leak
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.cuda.all_to_all import Arrival, ByteMemory, MessageRounds, SegmentMemory
@@ -56,9 +56,8 @@ from fusco.engine.base import (
     ShuffleRequest,
     weights_of_rows,
 )
-from fusco.engine.byte_stream import run_stream
-from fusco.engine.tasks import Task, run_tasks
-from fusco.planner.rank_links import lane_links
+from fusco.engine.tasks import Task, run_stream, run_tasks
+from fusco.planner.rank_lanes import lane_links
 from fusco.schedule.cost import CUDA_LINKS
 from fusco.schedule.rank_schedule import RankSchedule
 

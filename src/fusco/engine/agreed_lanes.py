@@ -1,12 +1,13 @@
-"""Lanes of a dispatch, with a check that all ranks computed the same ones."""
+"""Numbers of rows that ranks publish, and lanes of a dispatch, checked to be the same on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
+from typing import NamedTuple
 
 from fusco.core.errors import MismatchError
-from fusco.core.groups import Groups
-from fusco.core.lanes import Lanes
+from fusco.core.lanes import Groups, Lanes
 from fusco.core.profile import Call
 from fusco.planner.balancer import Balancer, is_builtin
 from fusco.planner.traffic import Traffic
@@ -56,3 +57,21 @@ def _fingerprint(chosen: Groups | Lanes) -> str:
     else:
         text = str(tuple(sorted(tuple(map(int, members)) for members in chosen.group_to_locals)))
     return text if len(text) <= _MAX_CHARS else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class PublishedRows(NamedTuple):
+    """Numbers of rows that a rank dispatches, as other ranks need them."""
+
+    num_tokens: int  # of the rank
+    # tokens for each other node; empty if there is one node, or with an earlier plan
+    num_rows_to_node: tuple[int, ...] = ()
+
+    def pack(self) -> tuple[int, ...]:
+        """Return the counts of a record."""
+        return (self.num_tokens, *self.num_rows_to_node)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def unpack(counts: tuple[int, ...]) -> PublishedRows:
+        """Return the inverse of ``pack``."""
+        return PublishedRows(counts[0], counts[1:])

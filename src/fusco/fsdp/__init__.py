@@ -15,32 +15,34 @@ from fusco.fsdp.adapters import distribute_adapters as distribute_adapters
 from fusco.fsdp.balanced_dispatcher import BalancedDispatcher as BalancedDispatcher
 from fusco.fsdp.checkpoint import load_checkpoint as load_checkpoint, save_checkpoint as save_checkpoint
 from fusco.fsdp.dispatcher import Arrival as Arrival, Dispatcher as Dispatcher
-from fusco.fsdp.expert_bias import update_expert_bias as update_expert_bias
 from fusco.fsdp.expert_loads import (
     LoadSummary as LoadSummary,
     expert_loads as expert_loads,
     reset_expert_loads as reset_expert_loads,
     summarize_loads as summarize_loads,
+    update_expert_bias as update_expert_bias,
 )
 from fusco.fsdp.expert_muon import ExpertMuon as ExpertMuon
 from fusco.fsdp.experts import Experts as Experts, find_experts as find_experts
 from fusco.fsdp.fusco_dispatcher import FuscoDispatcher as FuscoDispatcher
-from fusco.fsdp.grad_norm import clip_grad_norm_ as clip_grad_norm_, grad_norm as grad_norm
+from fusco.fsdp.grad_norm import (
+    clip_grad_norm_ as clip_grad_norm_,
+    global_sum as global_sum,
+    grad_norm as grad_norm,
+    scale_loss as scale_loss,
+)
 from fusco.fsdp.hugging_face import load_hugging_face as load_hugging_face, save_hugging_face as save_hugging_face
-from fusco.fsdp.loss import global_sum as global_sum, scale_loss as scale_loss
 from fusco.fsdp.mesh import EPMesh as EPMesh, build_mesh as build_mesh
 from fusco.fsdp.meta import materialize as materialize, parameters_on_meta as parameters_on_meta
-from fusco.fsdp.metric_writers import (
+from fusco.fsdp.metrics import (
     CsvWriter as CsvWriter,
     JsonLinesWriter as JsonLinesWriter,
     MetricPrinter as MetricPrinter,
-    TensorBoardWriter as TensorBoardWriter,
-    WandbWriter as WandbWriter,
-)
-from fusco.fsdp.metrics import (
     Metrics as Metrics,
     MetricWriter as MetricWriter,
     StepMetrics as StepMetrics,
+    TensorBoardWriter as TensorBoardWriter,
+    WandbWriter as WandbWriter,
 )
 from fusco.fsdp.parallelize import parallelize as parallelize
 from fusco.fsdp.run_state import (

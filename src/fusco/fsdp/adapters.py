@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.layer import layer_of
-from fusco.fsdp.resharding import is_whole_copy
-from fusco.fsdp.shards import local_part, local_values
+from fusco.fsdp.mesh import local_part, local_values
+from fusco.fsdp.wrapping import is_whole_copy
 
 # Values of LoraConfig.init_lora_weights (peft 0.21) with which adapters do not depend on the weights below them.
 _INDEPENDENT = (True, False, "gaussian", "orthogonal")

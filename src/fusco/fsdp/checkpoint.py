@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,20 +28,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
-from fusco.fsdp.checkpoint_writer import METADATA, CheckpointWriter
 from fusco.fsdp.checks import on_all_ranks
-from fusco.fsdp.optimizer_state import (
-    drop_state,
-    fill_state,
-    find_unstarted,
-    parameters_named,
-    without_empty_groups,
-    without_state,
-)
 
 # Keyed by parameter name, not by order, so each optimizer state has the layout of its parameter.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+METADATA = ".metadata"  # the file that says where the tensors of a checkpoint are
+# Parts of names from torch.compile and checkpoint wrappers, which PyTorch strips in checkpoints.
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -141,3 +143,164 @@ def _as_errors(what: str) -> Iterator[None]:
         rank, (cause, _) = min(failed.failures.items(), key=lambda failure: failure[0])
         kind = OSError if isinstance(cause, OSError) else ValueError
         raise kind(f"{what}: rank {rank} failed with {type(cause).__name__}: {cause}") from cause
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes every checkpoint into files of its own; renaming its ``.metadata`` puts it in place of the earlier one.
+
+    PyTorch's writer (2.13) writes into the files of the earlier checkpoint, which loads as a mixture of both if a rank
+    fails meanwhile.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.fs = _Renaming()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose names of files, on one rank for all, and remove what earlier saves left."""
+        self._remove_unused()
+        save = uuid4().hex
+        return [
+            replace(plan, storage_data=replace(plan.storage_data, prefix=f"__{save}{plan.storage_data.prefix}"))
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint, on one rank; all have written their files."""
+        super().finish(metadata, results)
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Remove files of tensors that are not of the folder's checkpoint."""
+        folder = Path(self.path)
+        used = _files_of(folder)
+        for file in folder.glob("__*.distcp"):
+            if file.name not in used:
+                file.unlink(missing_ok=True)
+
+
+class _Renaming(FileSystem):
+    """Files that do not exist before they are renamed: PyTorch (2.13) removes the old ``.metadata`` first."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002  the signature is PyTorch's
+        return False
+
+
+def _files_of(folder: Path) -> set[str]:
+    """Return the names of the files of the folder's checkpoint; none if it has none that can be read."""
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except (FileNotFoundError, EOFError, UnpicklingError):
+        return set()
+    return {each.relative_path for each in (metadata.storage_data or {}).values()}
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Create the state of every trainable parameter, and return the parameters that had none.
+
+    As PyTorch (2.13) before loading, it takes a step with zero gradients and learning rate zero; but PyTorch does so
+    only if no parameter has a state or a gradient. Gradients are left unchanged, and everything if the step raises.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    empty = [each for each in parameters if each.requires_grad and not optimizer.state.get(each)]
+    if not empty:
+        return []
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for parameter in empty:
+            parameter.grad = torch.zeros_like(parameter)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    except BaseException:
+        drop_state(optimizer, empty)
+        raise
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return empty
+
+
+@contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take parameter groups without parameters out of an optimizer, for the duration of the block.
+
+    PyTorch (2.13) cannot load a flattened state into them. transformers' ``Trainer`` makes one where all trained
+    parameters have weight decay, as adapters do.
+    """
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        loaded = iter(optimizer.param_groups)  # loading replaces groups
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
+
+
+def drop_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Remove the state of parameters, as before their first gradient."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def find_unstarted(wanted: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Return the names of parameters without state in a checkpoint, because they never had a gradient.
+
+    ``wanted`` are the keys of this optimizer's flattened state, ``state.<parameter>.<what>`` and
+    ``param_groups.<parameter>.<what>``; ``saved`` those in the checkpoint. Raises ``ValueError`` if the checkpoint's
+    optimizer was of another kind, or had other parameters.
+    """
+    options, saved_options = _by_parameter(wanted, "param_groups"), _by_parameter(saved, "param_groups")
+    for name, keys in options.items():
+        if lacking := keys - saved_options.get(name, set()):
+            raise ValueError(
+                f"the checkpoint's optimizer has no {min(lacking)} for parameter {name}: it was of another kind, or "
+                f"had other parameters"
+            )
+    state, saved_state = _by_parameter(wanted, "state", options), _by_parameter(saved, "state", options)
+    for name, keys in saved_state.items():
+        # A parameter without state here may have been frozen since; but not all of them.
+        if keys != state.get(name, set() if not state else keys):
+            raise ValueError(
+                f"the checkpoint's optimizer has {', '.join(sorted(keys))} for parameter {name}, and this one "
+                f"{', '.join(sorted(state.get(name, ()))) or 'nothing'}: it was of another kind"
+            )
+    return state.keys() - saved_state.keys()
+
+
+def parameters_named(model: nn.Module, names: set[str]) -> list[nn.Parameter]:
+    """Return a model's parameters by their names in checkpoints."""
+    return [parameter for name, parameter in model.named_parameters() if _WRAPPERS.sub("", name) in names]
+
+
+def without_state(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return a flattened state without the entries of some parameters."""
+    return {key: value for key, value in state.items() if not _split(key, "state", names)}
+
+
+def _by_parameter(keys: Iterable[str], section: str, names: Container[str] | None = None) -> dict[str, set[str]]:
+    """Return the entries of one section for each parameter."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        if parts := _split(key, section, names):
+            found.setdefault(parts[0], set()).add(parts[1])
+    return found
+
+
+def _split(key: str, section: str, names: Container[str] | None) -> tuple[str, str] | None:
+    """Split a key into parameter and entry; without names, the entry is the last part."""
+    if not key.startswith(f"{section}."):
+        return None
+    parts = key.split(".")[1:]
+    for length in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:length])
+        if names is None or name in names:
+            return name, ".".join(parts[length:])
+    return None

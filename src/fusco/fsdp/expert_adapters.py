@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import nn
 
 from fusco.fsdp.grouped_linear import grouped_linear
-from fusco.fsdp.shards import local_part, local_values, whole_values
+from fusco.fsdp.mesh import local_part, local_values, whole_values
 
 # What peft's ParamWrapper has, the only adapter of a parameter of three dimensions (peft 0.17 to 0.21).
 _OF_PARAM_WRAPPER = ("parameter_name", "lora_A", "lora_B", "scaling", "num_experts")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fusco.fsdp.shards import local_values
+from fusco.fsdp.mesh import local_values
 
 _EPS = 1e-7  # the smallest norm that a matrix is divided by, as in PyTorch
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")

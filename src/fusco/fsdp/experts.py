@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,8 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fusco.fsdp.dispatcher import ExpertCopies
 from fusco.fsdp.expert_adapters import ExpertAdapter, find_expert_adapters
 from fusco.fsdp.grouped_linear import grouped_linear, sizes_for
-from fusco.fsdp.scaled_inputs import scaling_block
-from fusco.fsdp.shards import local_values
+from fusco.fsdp.mesh import local_values
 
 _UP_NAMES, _DOWN_NAME = ("gate_up_proj", "up_proj"), "down_proj"
 
@@ -270,3 +270,31 @@ def describe_candidates(candidates: Iterable[Candidate]) -> str:
     ]
     left_out = f"; and {len(texts) - _MAX_SHOWN} kinds more" if len(texts) > _MAX_SHOWN else ""
     return f". What looks like experts: {'; '.join(texts[:_MAX_SHOWN])}{left_out}" if texts else ""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledInputs:
+    """Replaces the ``forward`` of a block with ``router``, ``experts``, ``shared_expert`` and ``top_k``.
+
+    transformers gives every expert all tokens, multiplied by zero where the router has not chosen it. Here a token is a
+    row for each expert that it has chosen, so that a rank dispatches ``top_k`` rows per token, with one expert each.
+    """
+
+    block: Any
+
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of all experts, (num_tokens, hidden), and the router's logits, as the original block does."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = self.block.router(x)
+        chosen, expert_idx = scores.topk(self.block.top_k, dim=1)
+        rows = (x[:, None] * chosen[..., None]).flatten(0, 1)
+        routed = self.block.experts(rows, expert_idx.reshape(-1, 1), torch.ones_like(rows[:, :1]))
+        return self.block.shared_expert(x) + routed.unflatten(0, chosen.shape).sum(1), logits
+
+
+def scaling_block(name: str, experts: nn.Module, model: nn.Module) -> nn.Module | None:
+    """Return the block around a module of experts, by name in its model, if its parts are those of ``ScaledInputs``."""
+    parent_name, _, key = name.rpartition(".")
+    parent = model.get_submodule(parent_name) if key == "experts" else model
+    is_block = {key for key, _ in parent.named_children()} == {"experts", "router", "shared_expert"}
+    return parent if is_block and hasattr(parent, "top_k") and parent.experts is experts else None

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusco.fsdp.experts import Experts
-from fusco.fsdp.scaled_inputs import ScaledInputs
-from fusco.fsdp.shards import local_values
+from fusco.fsdp.experts import Experts, ScaledInputs
+from fusco.fsdp.mesh import local_values
 
 _Made = dict[tuple[int, torch.Size, torch.device, bool], torch.Tensor]
 

@@ -1,7 +1,8 @@
-"""The weights of a sharded model, gathered on rank 0 a few at a time, and written as files of the hub."""
+"""The weights of a sharded model, gathered on rank 0 a few at a time, and written as files of the hub: all or none."""
 
 from __future__ import annotations
 
+import filecmp
 import importlib
 import json
 import re
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fusco.fsdp.adapters import adapter_names, is_adapted
-from fusco.fsdp.hugging_face_folder import INDEX, SINGLE
-from fusco.fsdp.shards import Part, device_type_of, local_part, local_values
-from fusco.fsdp.zero_experts import cut_rows, with_zeros
+from fusco.fsdp.layer import layer_of
+from fusco.fsdp.mesh import Part, device_type_of, local_part, local_values
 
 Weights = dict[str, Any]
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 _BYTES_AT_ONCE = 4 << 20  # that rank 0 receives from all ranks together, or copies from file to file
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A reader finds weights by these; it prefers the first of the two that name a model's.
+_ENTRIES = {SINGLE, INDEX, "adapter_model.safetensors"}
+_SHARD = re.compile(r"model(-.*)?-\d{5}-of-\d{5}\.safetensors")
+_UNFINISHED = ".unfinished-"
 
 
 def plan_parts(model: nn.Module) -> list[list[str]]:
@@ -225,3 +231,95 @@ def _without_progress() -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+def cut_rows(model: nn.Module) -> dict[str, int]:
+    """Return the number of rows that ``parallelize`` has cut off, by name of parameter."""
+    layers = {name: layer for name, module in model.named_modules() if (layer := layer_of(module))}
+    return {
+        f"{name}.{layer.experts.up_name}": layer.experts.num_zero_experts
+        for name, layer in layers.items()
+        if layer.experts.num_zero_experts
+    }
+
+
+def with_zeros(stack: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a stack with zeros in place of rows that were cut off.
+
+    Zero experts, as those of LongCat-Flash, have no weights and return the rows that they get; their ids follow those
+    of the others. transformers (5.24) has rows of ``gate_up_proj`` for them, which nothing uses: ``parallelize`` cuts
+    them off.
+    """
+    return torch.cat([stack, stack.new_zeros(num_rows, *stack.shape[1:])])
+
+
+@contextmanager
+def replaced_weights(path: Path) -> Iterator[Path]:
+    """Yield a new folder within ``path`` whose files replace those of ``path`` at the end of the block.
+
+    If the block raises, or its process dies, the weights in ``path`` stay as they were. If it dies in the moment in
+    which files are renamed, and files other than weights differ from those before, ``path`` has no weights that can be
+    found, but never a mixture. The next save removes what such a save left. Other files of ``path`` stay.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    _remove_unused(path)
+    beside = path / f"{_UNFINISHED}{uuid4().hex}"
+    beside.mkdir()
+    try:
+        if (card := path / "README.md").exists():
+            shutil.copy(card, beside)  # peft amends the one that it finds
+        yield beside
+        _rename_shards(path, beside)
+        _publish(path, beside)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    _remove_unused(path)
+
+
+def _rename_shards(path: Path, beside: Path) -> None:
+    """Give shards names of their own if ``path`` has weights, so that no index ever refers to those of another save."""
+    if not (beside / INDEX).exists() or not any((path / entry).exists() for entry in (SINGLE, INDEX)):
+        return
+    index = json.loads((beside / INDEX).read_text())
+    save = uuid4().hex[:8]
+    renamed = {name: name.replace("model-", f"model-{save}-", 1) for name in set(index["weight_map"].values())}
+    for name, unique in renamed.items():
+        (beside / name).rename(beside / unique)
+    index["weight_map"] = {key: renamed[name] for key, name in index["weight_map"].items()}
+    (beside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _publish(path: Path, beside: Path) -> None:
+    """Rename files: shards, which nothing refers to yet, then what differs, then what refers to weights."""
+    names = [file.relative_to(beside) for file in sorted(beside.rglob("*")) if file.is_file()]
+    entries = [name for name in names if name.name in _ENTRIES]
+    shards = [name for name in names if _SHARD.fullmatch(name.name)]
+    differing = [name for name in names if name not in (*entries, *shards) and not _is_same(path / name, beside / name)]
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in shards:
+        (beside / name).replace(path / name)
+    if differing:
+        for name in (path / SINGLE, path / INDEX, *(path / entry for entry in entries)):
+            name.unlink(missing_ok=True)
+    for name in (*differing, *entries):
+        (beside / name).replace(path / name)
+    if Path(INDEX) in entries:
+        (path / SINGLE).unlink(missing_ok=True)
+    elif Path(SINGLE) in entries:
+        (path / INDEX).unlink(missing_ok=True)
+
+
+def _is_same(file: Path, other: Path) -> bool:
+    return file.is_file() and filecmp.cmp(file, other, shallow=False)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove shards that the index does not refer to, and what saves left that did not end."""
+    for folder in path.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(folder)
+    index = path / INDEX
+    used = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else set()
+    for file in path.glob("model-*.safetensors"):
+        if _SHARD.fullmatch(file.name) and file.name not in used:
+            file.unlink()

@@ -1,4 +1,4 @@
-"""Norm of gradients on different meshes, and clipping by it."""
+"""Loss and norm of gradients of all ranks: scaled and summed, on different meshes, and clipped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fusco.fsdp.resharding import is_whole_copy
-from fusco.fsdp.shards import device_type_of, local_values
+from fusco.fsdp.mesh import EPMesh, device_type_of, local_values
+from fusco.fsdp.wrapping import is_whole_copy
 
 
 def clip_grad_norm_(
@@ -110,3 +110,31 @@ def _local_total(parameters: list[torch.Tensor], norm_type: float) -> torch.Tens
 @torch.no_grad()
 def _local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return None if parameter.grad is None else local_values(parameter.grad)
+
+
+def scale_loss(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
+    """Divide this rank's *sum* of losses by the number of tokens of all ranks; a collective.
+
+    The results of all ranks add up to the mean loss (``global_sum`` adds them, for logging). Since ``parallelize`` adds
+    gradients, ``backward`` computes the gradient of that mean.
+
+    Args:
+        loss_sum: the sum of this rank's losses; zero for a rank without tokens.
+        num_tokens: the number of losses in that sum, without ignored labels.
+        mesh: from ``build_mesh``.
+
+    Returns:
+        This rank's part of the mean: float32 (float64, if the sum is), since 16 bits cannot hold large counts.
+    """
+    wide = torch.promote_types(loss_sum.dtype, torch.float32)
+    return loss_sum.to(wide) / global_sum(num_tokens, mesh).clamp(min=1).to(wide)
+
+
+def global_sum(value: float | torch.Tensor, mesh: EPMesh) -> torch.Tensor:
+    """Return the sum of a number, such as a count of tokens, over all ranks: float64, on the mesh's device.
+
+    A collective.
+    """
+    total = torch.as_tensor(value, dtype=torch.float64, device=mesh.device_type).detach().clone()
+    dist.all_reduce(total)
+    return total

@@ -18,10 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fusco.fsdp.adapters import base_model, base_names, is_adapted
-from fusco.fsdp.gathered_parts import gathered_parts, plan_parts, write_parts
-from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
-from fusco.fsdp.shards import Part, local_part, local_values
-from fusco.fsdp.zero_experts import cut_rows
+from fusco.fsdp.gathered_parts import INDEX, SINGLE, cut_rows, gathered_parts, plan_parts, replaced_weights, write_parts
+from fusco.fsdp.mesh import Part, local_part, local_values
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The two meshes of expert parallelism on FSDP2: one for dense parameters, one for experts."""
+"""The two meshes of expert parallelism on FSDP2, for dense parameters and for experts, and parts of sharded tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Part = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,26 @@ def build_mesh(ep_size: int, dp_replicate: int = 1, *, device_type: str | None =
             device_type, (dp_replicate, fsdp_size // ep_size, ep_size), mesh_dim_names=("dp_replicate", "efsdp", "ep")
         ),
     )
+
+
+def local_part(tensor: torch.Tensor) -> Part:
+    """Return the slices of a tensor that are on this rank."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values on this rank, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of all ranks; a collective of the ranks that share a sharded tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def device_type_of(tensor: torch.Tensor) -> str:
+    """Return the type of device that communicates a tensor's values, also if they are offloaded to main memory."""
+    return str(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device.type

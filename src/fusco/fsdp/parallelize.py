@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusco.core.balance import Balance
 from fusco.fsdp.activation_checkpointing import Checkpointing, check_checkpointing, checkpoint_blocks
 from fusco.fsdp.adapters import prepare_adapters
 from fusco.fsdp.checks import check_equal_weights, check_parameters, on_all_ranks
-from fusco.fsdp.data_parallel import refuse_data_parallel
 from fusco.fsdp.dispatcher import CopyingDispatcher, Dispatcher
 from fusco.fsdp.expert_adapters import ExpertAdapter
-from fusco.fsdp.experts import Experts, find_experts
+from fusco.fsdp.experts import Experts, ScaledInputs, find_experts
 from fusco.fsdp.formula import check_formulas
 from fusco.fsdp.layer import ExpertParallelLayer
 from fusco.fsdp.mesh import EPMesh
-from fusco.fsdp.optimizer_checks import refuse_unsharded_optimizers
-from fusco.fsdp.scaled_inputs import ScaledInputs
 from fusco.fsdp.wrapping import Sharding, find_units, set_prefetch, shard_dense, shard_experts
+
+# With PyTorch 2.13 their steps end in errors of ``DTensor`` that name no optimizer.
+_UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
+_FUSED_UNSHARDED = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def parallelize(
@@ -148,3 +154,59 @@ def _distribute(experts: Experts, mesh: EPMesh) -> Experts:
     first = mesh.expert["ep"].get_local_rank() * num_local
     adapters = [ExpertAdapter(each.layer, experts.module, first, num_local) for each in experts.adapters]
     return replace(experts, adapters=adapters)
+
+
+@dataclass(frozen=True)
+class _NoNames:
+    """Names of parameters that ``DistributedDataParallel`` asks a model for, before all else: there are none to give.
+
+    It would fail when it sends parameters, with an error about operands of an operation of ``DTensor``.
+    """
+
+    model: str
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(
+            f"DistributedDataParallel cannot wrap this {self.model}, whose gradients fusco.fsdp.parallelize adds up "
+            f"already. For transformers' Trainer, load the model within fusco.fsdp.registered_with_transformers. With "
+            f"accelerate, call accelerator.prepare for all but the model. In Lightning, parallelize in "
+            f"ModelParallelStrategy, and clip gradients with fusco.fsdp.clip_grad_norm_"
+        )
+
+
+def refuse_data_parallel(model: nn.Module, name: str) -> None:
+    """Make ``DistributedDataParallel`` raise ``TypeError`` for a model, which has the name of its class before."""
+    model._ddp_params_and_buffers_to_ignore = _NoNames(name)  # type: ignore[assignment]  # noqa: SLF001  DDP's only door
+
+
+def refuse_unsharded_optimizers(model: nn.Module) -> None:
+    """Make the step of an optimizer that fails on the model's sharded parameters raise ``ValueError`` before it begins.
+
+    PyTorch's hook is called for the steps of all optimizers, those of other models included, and ends with the model.
+    """
+    reference = weakref.ref(model)
+
+    def check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        obstacle = _obstacle(optimizer)
+        living = reference() if obstacle else None
+        if living is None:
+            return
+        sharded = {id(parameter) for parameter in living.parameters() if isinstance(parameter, DTensor)}
+        if any(id(parameter) in sharded for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{obstacle} cannot step on parameters that FSDP2 shards (DTensor): use torch.optim.AdamW, or another "
+                f"optimizer of the table in docs/training/runs.md"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(model, handle.remove)
+
+
+def _obstacle(optimizer: torch.optim.Optimizer) -> str:
+    """Return the optimizer's name if it cannot step on sharded parameters, else nothing."""
+    name = f"torch.optim.{type(optimizer).__name__}"
+    if isinstance(optimizer, _UNSHARDED):
+        return name
+    if isinstance(optimizer, _FUSED_UNSHARDED) and any(group.get("fused") for group in optimizer.param_groups):
+        return f"{name} with fused=True"
+    return ""

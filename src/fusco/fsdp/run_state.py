@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import random
+import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +23,6 @@ from torch.utils._pytree import tree_map
 from fusco.core.files import written_beside
 from fusco.fsdp.checkpoint import capture_checkpoint, load_checkpoint, write_checkpoint
 from fusco.fsdp.checks import on_all_ranks
-from fusco.fsdp.random_state import random_state, set_random_state
 from fusco.fsdp.run_folder import begin_step, complete_step, find_latest
 
 _SHARED = "run.pt"  # the file of what is equal on all ranks
@@ -317,3 +318,27 @@ def check_numbers(step: int, keep_last: int | None) -> None:
         raise ValueError(f"step must not be negative, got {step}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be positive, got {keep_last}")
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states, of tensors and plain values only; NumPy's if it has been imported."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, list(words), gauss)}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set the states that ``random_state`` returned; those of GPUs and NumPy only where the process uses them."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")):
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))

@@ -15,8 +15,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fusco.fsdp.random_state import random_state, set_random_state
-from fusco.fsdp.run_state import HasState, RunState, check_numbers, load_run, read_others, save_run
+from fusco.fsdp.run_state import (
+    HasState,
+    RunState,
+    check_numbers,
+    load_run,
+    random_state,
+    read_others,
+    save_run,
+    set_random_state,
+)
 
 _STATE = "trainer_state.json"  # the file in which Trainer looks for its position
 _LOADS = ("_load_from_checkpoint", "_load_rng_state")  # methods of Trainer (transformers 5.23) for its own files

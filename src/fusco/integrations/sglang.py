@@ -24,8 +24,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
-from fusco.core.config import StaticRows
-from fusco.core.routing_sizes import RoutingSizes
+from fusco.core.config import RoutingSizes, StaticRows
 from fusco.integrations.deep_ep.ep_buffer import tma_aligned
 from fusco.integrations.expert_rows import ExpertRows, SentRows, ends_in_blocks
 

@@ -34,8 +34,7 @@ from vllm.v1.worker.ubatching import (
     dbo_yield_and_switch_from_compute_to_comm,
 )
 
-from fusco.core.config import StaticRows
-from fusco.core.routing_sizes import RoutingSizes
+from fusco.core.config import RoutingSizes, StaticRows
 from fusco.integrations.expert_rows import ExpertRows, SentRows
 from fusco.integrations.placements import PlacementTable
 from fusco.integrations.vllm_quantization import ArrivedRows, Quantization

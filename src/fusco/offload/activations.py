@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fusco.core.integers import check_integer
+from fusco.offload.copier import copy_from_host, copy_to_host
 from fusco.offload.copy import Copy
-from fusco.offload.tensors import copy_from_host, copy_to_host
 
 _MB = 1 << 20
 

@@ -12,7 +12,7 @@ from fusco.core.errors import ThreadError
 from fusco.offload.driver import DriverTable
 from fusco.rails.binding import LimitsState
 from fusco.rails.board import Board
-from fusco.rails.limits import Limits
+from fusco.rails.policy import Limits
 from fusco.rails.rail import MAX_RAILS
 
 MAX_SLOTS = 64  # chunks of a path that may be under way

@@ -10,11 +10,9 @@ from contextlib import ExitStack
 from fusco.core.errors import FuscoError
 from fusco.core.threads import limit_now
 from fusco.offload.driver import CudaDriver
-from fusco.offload.links import GpuLinks, rails_of_links
 from fusco.offload.mover import FROM_HOST, TO_HOST, Mover, Options
-from fusco.offload.relay import Relay, RelayHost
-from fusco.offload.resources import Resources, direct_path
-from fusco.offload.settings import Machine, OffloadSettings
+from fusco.offload.relay import Relay, RelayHost, Resources, direct_path
+from fusco.offload.settings import GpuLinks, Machine, OffloadSettings, rails_of_links
 from fusco.rails.board import Board
 
 _KEEP_S, _RETRY_S = 0.1, 1.0  # between looks at the memory of relays, and between attempts to open one

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusco.core.compiled import compiled
-from fusco.core.groups import Groups
-from fusco.core.lanes import Lanes
+from fusco.core.lanes import Groups, Lanes
 from fusco.core.topology import Topology
 from fusco.planner.lanes import balance_lanes
 from fusco.planner.traffic import Traffic, received_by_group

@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from fusco.core.lanes import IntArray, Lanes, Runs, sums_before
+from fusco.core.topology import RankLinks
+from fusco.planner.lanes import most_of_link
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,3 +81,25 @@ class RankLanes:
 def chunks_before(runs: Runs, connection: IntArray, rows_per_chunk: int) -> IntArray:
     """Return the chunks of earlier runs with the same ``connection``; every run starts a chunk."""
     return sums_before(-(-runs.num_rows // rows_per_chunk), connection)
+
+
+def most_crossing_rows(num_rows: int, rank_links: RankLinks | None) -> int:
+    """Return the rows that lanes give a rank at most, to send or to receive, if each has ``num_rows`` at most.
+
+    >>> most_crossing_rows(1000, None), most_crossing_rows(1000, ((2, 1), (2, 1)))
+    (1000, 1344)
+    """
+    if rank_links is None:
+        return num_rows
+    total = num_rows * len(rank_links[0])
+    share = -(-total // min(map(sum, rank_links)))
+    return max(num_rows, min(total, max(map(max, rank_links)) * int(most_of_link(share))))
+
+
+def lane_links(rank_links: RankLinks | None) -> tuple[int, ...] | None:
+    """Return the links of each lane between counterparts, which is as fast as the slower of its ends.
+
+    >>> lane_links(((2, 1), (1, 1))), lane_links(None)
+    ((1, 1), None)
+    """
+    return None if rank_links is None else tuple(map(min, zip(*rank_links, strict=True)))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusco.core.compiled import compiled
-from fusco.core.groups import Groups
-from fusco.core.lanes import IntArray, Lanes
+from fusco.core.lanes import Groups, IntArray, Lanes
 from fusco.core.topology import RankLinks, Topology
 
 

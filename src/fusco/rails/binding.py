@@ -28,8 +28,7 @@ from typing import Any
 from fusco.core.c_library import compile_c, load, sources_of
 from fusco.core.cache import CacheFolder
 from fusco.core.errors import SharedMemoryError, TransportError, reason_of
-from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy, policy_named
+from fusco.rails.policy import Limits, Policy, policy_named
 from fusco.rails.rail import MAX_RAILS, Rail
 
 NAME_BYTES, SECRET_BYTES = 16, 32  # of a channel's name, and of an address's secret

@@ -1,9 +1,10 @@
-"""A channel: messages between two workers over all rails of their hosts, in order."""
+"""A channel: messages between two workers over all rails of their hosts, in order, from and to any buffer."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from fusco.core.errors import ClosedError, PeerFailureError, Stall
-from fusco.rails.binding import CLOSED, FORKED, LEFT, ChannelState, RequestState, acquire, functions
-from fusco.rails.buffers import as_bytes
-from fusco.rails.request import Request
+from fusco.rails.binding import CLOSED, FORKED, LEFT, TOO_LARGE, ChannelState, RequestState, acquire, functions
 
 CLOSING_S = 4.0  # what is left to deliver must pass rails that may have failed; the engine gives up after 3 s
+_DONE = 3  # a state
+_SLICE_S = 0.1  # of a wait in the engine, so that signals are handled
 
 
 class Owner(Protocol):
@@ -197,3 +198,100 @@ class Channel:
             reason=state.reason.decode(errors="replace"),
             has_left=has_left,
         )
+
+
+def as_bytes(buffer: Any, *, writable: bool) -> memoryview:
+    """Return the bytes of a buffer or of a contiguous tensor on the CPU; the memoryview shares its memory.
+
+    Raises ``TypeError`` for anything else, ``ValueError`` for memory that is not contiguous or may not be written.
+    """
+    if hasattr(buffer, "data_ptr"):
+        buffer = _tensor_memory(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise TypeError(f"a buffer or a tensor is needed, got {type(buffer).__name__}") from None
+    if not view.c_contiguous:
+        raise ValueError(f"a buffer must be contiguous, got shape {view.shape} with strides {view.strides}")
+    if writable and view.readonly:
+        raise ValueError("a buffer to receive into must be writable, got a read-only one")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _tensor_memory(tensor: Any) -> Any:
+    import torch  # noqa: PLC0415  only for callers that have tensors, so it is loaded
+
+    from fusco.core.rows import why_not_movable  # noqa: PLC0415  imports torch
+
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor must be on the CPU, got one on {tensor.device}")
+    if why_not := why_not_movable(tensor):
+        raise TypeError(f"a tensor {why_not}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor must be contiguous, got strides {tensor.stride()} for shape {tuple(tensor.shape)}")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
+
+
+class Request:
+    """A send or a receive that has been posted. Its buffer belongs to the channel until ``done``."""
+
+    __slots__ = ("_channel", "_memory", "on_done", "state")
+
+    def __init__(
+        self, channel: Channel, memory: Any, state: RequestState, on_done: Callable[[BaseException | None], None] | None
+    ) -> None:
+        self._channel, self._memory, self.state, self.on_done = channel, memory, state, on_done
+
+    @property
+    def verb(self) -> str:
+        """``"isend"`` or ``"irecv"``."""
+        return "irecv" if self.state.is_receive else "isend"
+
+    @property
+    def seq(self) -> int:
+        """Number of the message among those of its channel and direction."""
+        return int(self.state.seq)
+
+    @property
+    def finished_s(self) -> float:
+        """When it was done, of ``time.monotonic``."""
+        return float(self.state.finished_ns) / 1e9
+
+    @property
+    def done(self) -> bool:
+        """True once the message was delivered, or cannot be."""
+        return bool(self.state.state == _DONE) and bool(acquire(self.state, "state"))
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the message was delivered and return its bytes.
+
+        Args:
+            timeout_s: the limit of this wait; by default that of the endpoint.
+
+        Raises:
+            PeerFailureError: if the peer has left, if no rail to it is left, or if the limit has passed; the channel
+                is broken then.
+            ValueError: if the message is larger than the buffer of its receive.
+            ClosedError: if the channel was closed before.
+        """
+        limit_s = self._channel.timeout_s if timeout_s is None else timeout_s
+        end = time.monotonic() + limit_s
+        while not self.done and (left_s := end - time.monotonic()) > 0:
+            self._channel.wait_for(self, min(left_s, _SLICE_S))
+        if not self.done:
+            raise self._channel.timed_out(self, limit_s)
+        if error := self.error:
+            raise error
+        return int(self.state.num_bytes)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of a request that is done; ``None`` if its message was delivered."""
+        state = self.state
+        if state.result != TOO_LARGE:
+            return self._channel.error if state.result else None
+        if state.is_receive:
+            sizes = f"a buffer of {state.size:,} bytes, the message has {state.num_bytes:,}"
+        else:
+            sizes = f"{state.size:,} bytes, more than the buffer of the peer's irecv"
+        return ValueError(f"{self.verb} #{self.seq} has {sizes}")

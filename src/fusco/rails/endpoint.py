@@ -13,12 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fusco.core.errors import ClosedError, TransportError
-from fusco.rails.address import Address
 from fusco.rails.binding import NAME_BYTES, SECRET_BYTES, ChannelState, Config, Peer, Progress, ask, functions, texts_of
 from fusco.rails.channel import CLOSING_S, Channel
-from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy
-from fusco.rails.rail import MAX_RAILS, Rail, check_rails
+from fusco.rails.policy import Limits, Policy
+from fusco.rails.rail import MAX_RAILS, Address, Rail, check_rails
 
 _SPREAD_S = 0.25  # after the first rail of a new channel, the others get this long before `connect` returns
 _SLICE_S, _PAUSE_S = 0.1, 0.0002  # of a wait in the engine, so that signals are handled; between polls
@@ -233,16 +231,13 @@ class Endpoint(contextlib.AbstractContextManager["Endpoint"]):
         try:
             while self.handle is not None:
                 if (num_done := self._progress.num_done) == num_settled:
-                    self.wait_until(self._has_more_done(num_done), _SLICE_S)
+                    self.wait_until(lambda: self.handle is None or self._progress.num_done != num_done, _SLICE_S)
                     continue
                 num_settled = num_done
                 for channel in list(self._channels.values()):
                     channel.settle()
         except Exception as error:  # noqa: BLE001  handed to all who wait
             self._fail(error)
-
-    def _has_more_done(self, num_done: int) -> Callable[[], bool]:
-        return lambda: self.handle is None or self._progress.num_done != num_done
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests: a callback has raised."""

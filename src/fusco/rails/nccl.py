@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusco.rails.binding import library_path, texts_of
-from fusco.rails.limits import Limits
-from fusco.rails.policy import Policy
+from fusco.rails.policy import Limits, Policy
 from fusco.rails.rail import Rail, check_rails, configured_rails, discover_rails
 
 # A channel of NCCL has 8 chunks under way, in both directions at once not enough for more than one rail: 4 rails had

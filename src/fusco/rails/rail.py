@@ -1,19 +1,20 @@
-"""The NICs of this host, from configuration or discovered."""
+"""The NICs of this host, from configuration or discovered, and addresses at which others reach them."""
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
+import json
 import math
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 from fusco.core.environment import ALL_RAILS, RAILS_VARIABLE, rail_names
-from fusco.core.integers import check_integer
+from fusco.core.integers import MAX_INT32, check_integer
 from fusco.core.topology import RankLinks, Topology
 
 MAX_RAILS = 16  # rails of a host; the board has room for as many
@@ -22,6 +23,7 @@ _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _GLOBAL_SCOPE = "00"  # of an address in /proc/net/if_inet6
 _REQUEST = struct.Struct("16s24s")  # struct ifreq
+_SECRET_BYTES, _MAX_PORT, _MAX_WORKER = 32, 65535, 65535
 
 
 @dataclass(frozen=True)
@@ -172,3 +174,49 @@ def _bits_per_s(interface: str) -> int:
     except (OSError, ValueError):
         return 0
     return max(0, mbits) * 1_000_000
+
+
+@dataclass(frozen=True)
+class Address:
+    """Address at which an endpoint listens. Anyone who has it can connect, so pass it over a trusted channel.
+
+    Attributes:
+        worker: the worker, as numbered on its host.
+        chunk_bytes: bytes of its chunks.
+        rails: for each rail, IP address and port.
+        secret: authenticates connections, 32 bytes.
+
+    Raises:
+        TypeError, ValueError: for a value that cannot be.
+    """
+
+    worker: int
+    chunk_bytes: int
+    rails: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_integer("worker", self.worker, least=0, most=_MAX_WORKER)
+        check_integer("chunk_bytes", self.chunk_bytes, least=1, most=MAX_INT32)
+        if not 1 <= len(self.rails) <= MAX_RAILS:
+            raise ValueError(f"an address has 1 to {MAX_RAILS} rails, got {len(self.rails)}")
+        for host, port in self.rails:
+            ipaddress.ip_address(host)
+            check_integer("a port", port, least=1, most=_MAX_PORT)
+        if len(self.secret) != _SECRET_BYTES:
+            raise ValueError(f"a secret has {_SECRET_BYTES} bytes, got {len(self.secret)}")
+
+    def to_bytes(self) -> bytes:
+        """Return the address as bytes, for a store or a file."""
+        fields = {**vars(self), "secret": self.secret.hex()}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Address:
+        """Return the address of ``to_bytes``; ``ValueError`` for other bytes."""
+        try:
+            fields = json.loads(data)
+            rails = tuple((str(host), int(port)) for host, port in fields["rails"])
+            return cls(int(fields["worker"]), int(fields["chunk_bytes"]), rails, bytes.fromhex(fields["secret"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{bytes(data[:80])!r} is not the address of an endpoint: {error!r}") from None

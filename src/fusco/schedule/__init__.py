@@ -15,5 +15,4 @@ from fusco.schedule.cost import (
 )
 from fusco.schedule.decomposition import decompose as decompose, spread_out as spread_out
 from fusco.schedule.schedule import Schedule as Schedule, make_schedule as make_schedule, warm_up as warm_up
-from fusco.schedule.stages import Stages as Stages, lower_bound_bytes as lower_bound_bytes
-from fusco.schedule.transfers import Transfers as Transfers
+from fusco.schedule.stages import Stages as Stages, Transfers as Transfers, lower_bound_bytes as lower_bound_bytes

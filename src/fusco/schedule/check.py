@@ -9,8 +9,7 @@ import numpy as np
 from fusco.core.lanes import IntArray
 from fusco.schedule.few import budget_bytes
 from fusco.schedule.schedule import Schedule
-from fusco.schedule.stages import Stages, lower_bound_bytes
-from fusco.schedule.transfers import Transfers
+from fusco.schedule.stages import Stages, Transfers, lower_bound_bytes
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -16,10 +16,8 @@ from fusco.core.lanes import IntArray
 from fusco.core.topology import ScheduleMode, Topology
 from fusco.schedule.decomposition import Mode
 from fusco.schedule.few import budget_bytes
-from fusco.schedule.matrix import as_node_bytes
 from fusco.schedule.schedule import Schedule, make_schedule
-from fusco.schedule.stages import Stages, lower_bound_bytes
-from fusco.schedule.transfers import Transfers
+from fusco.schedule.stages import Stages, Transfers, as_node_bytes, lower_bound_bytes
 
 _BYTES_PER_US_AND_GBS = 1000.0
 # The usual number of stages per node of mode "few": 1 to 2.5 on the matrices of docs/performance/schedule.md.

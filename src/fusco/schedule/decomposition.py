@@ -8,8 +8,7 @@ import numpy as np
 
 from fusco.schedule.exact import decompose_exactly
 from fusco.schedule.few import decompose_in_few
-from fusco.schedule.matrix import as_matrix, as_node_bytes
-from fusco.schedule.stages import Stages
+from fusco.schedule.stages import Stages, as_matrix, as_node_bytes
 
 Mode = Literal["exact", "few"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fusco.core.lanes import IntArray
 from fusco.schedule.schedule import Schedule
-from fusco.schedule.transfers import Transfers
+from fusco.schedule.stages import Transfers
 
 # Memories of a rank: its input, its output, and two buffers for bytes between two transfers.
 INPUT, OUTPUT, CARRIED, ARRIVED = range(4)

@@ -11,9 +11,7 @@ from fusco.core.lanes import IntArray
 from fusco.core.topology import ScheduleMode, Topology
 from fusco.schedule import lanes
 from fusco.schedule.decomposition import decompose, spread_out
-from fusco.schedule.matrix import as_matrix
-from fusco.schedule.stages import Stages
-from fusco.schedule.transfers import Transfers
+from fusco.schedule.stages import Stages, Transfers, as_matrix
 
 _SRC_LOCAL, _SRC_LANE = (lanes.SRC_NODE, lanes.SRC_LOCAL), (lanes.SRC_NODE, lanes.LANE)
 

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusco.core.groups import Groups
-from fusco.core.lanes import IntArray, Lanes
+from fusco.core.lanes import Groups, IntArray, Lanes
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.dispatch_plan import mark_destinations
 from fusco.planner.traffic import Traffic
 
 _MOST_RANKS = 4096  # of matrices of ranks: 128 MiB each

@@ -7,7 +7,7 @@ import numpy as np
 from fusco.core.lanes import IntArray
 from fusco.schedule import Links
 from fusco.schedule.cost import schedule_for
-from fusco.schedule.transfers import Transfers
+from fusco.schedule.stages import Transfers
 from fusco.simulate.cluster import Cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.flows import Hop, Program

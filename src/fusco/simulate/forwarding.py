@@ -10,8 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from fusco.core.groups import Groups
-from fusco.core.lanes import IntArray, Lanes, Runs
+from fusco.core.lanes import Groups, IntArray, Lanes, Runs
 from fusco.planner.lanes import DividedLanes
 from fusco.planner.traffic import Traffic
 from fusco.simulate.cluster import Cluster

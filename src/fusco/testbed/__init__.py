@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from fusco.testbed.job import run_job as run_job
 from fusco.testbed.layout import (
     BORROWED_PRIORITY as BORROWED_PRIORITY,
     BORROWED_TOS as BORROWED_TOS,
@@ -14,4 +13,9 @@ from fusco.testbed.layout import (
     parse_rate as parse_rate,
 )
 from fusco.testbed.namespaces import Namespaces as Namespaces
-from fusco.testbed.testbed import RailCounters as RailCounters, Testbed as Testbed, TestbedError as TestbedError
+from fusco.testbed.testbed import (
+    RailCounters as RailCounters,
+    Testbed as Testbed,
+    TestbedError as TestbedError,
+    run_job as run_job,
+)

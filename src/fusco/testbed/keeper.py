@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from fusco.core.board_files import remove_boards
+from fusco.core.files import remove_boards
 from fusco.testbed.layout import Layout
 from fusco.testbed.namespaces import NEW_NAMES, NEW_NETWORK, become_root, set_host_name, unshare
 from fusco.testbed.network import Switch

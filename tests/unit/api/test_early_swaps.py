@@ -13,7 +13,7 @@ from fusco.api.move_task import RankTransfers
 from fusco.api.placement_move import PlacementMove
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.swap_memory import swap_memory
-from fusco.placement.move_steps import MoveSteps
+from fusco.placement.moves import MoveSteps
 from generator import any_bits
 
 TOPOLOGY, NUM_EXPERTS, PLACES = Topology.of_equal_nodes(4, 2), 8, 3

@@ -9,8 +9,8 @@ import torch
 
 import fusco
 from fusco.api import move_task
-from fusco.api.expert_memory import ExpertMemory, describe_experts
 from fusco.api.move_task import MoveTask
+from fusco.api.placement_move import ExpertMemory, describe_experts
 
 
 class Transfers:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fusco.bench.decode import exchanges
 from fusco.bench.decode.experts import DecodeExperts, Matrices, dequantize, quantize_rows, reference_outputs
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.decode.model import DecodeModel
+from fusco.bench.decode.rank import DecodeModel
 from fusco.bench.decode.records import DecodeRecord, Measured, headline, summarize
 from fusco.bench.harness.model_job import TINY
 from fusco.cli.main import app

@@ -5,9 +5,9 @@ import pytest
 from workloads import workload
 
 from fusco import BALANCERS
+from fusco.bench.explain import plan_world
 from fusco.bench.inputs.traffic import Trace, internode_rows_lower_bound
-from fusco.bench.plan_world import plan_world
-from fusco.bench.shuffle.internode_bytes import busiest_rows, internode_rows, num_copies
+from fusco.bench.shuffle.summary import busiest_rows, internode_rows, num_copies
 
 NAMES = ("fusco", "no-engine", "no-planner", "no-lanes", "no-balancer", "baseline")
 

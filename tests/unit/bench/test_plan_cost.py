@@ -2,7 +2,7 @@
 
 import torch
 
-from fusco.bench.plan_world import plan_cost, plan_world
+from fusco.bench.explain import plan_cost, plan_world
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import balance_static

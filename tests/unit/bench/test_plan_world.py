@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fusco.bench.plan_world import PlanCost, plan_cost, plan_world
+from fusco.bench.explain import PlanCost, plan_cost, plan_world
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.planner.balancer import BALANCERS

@@ -20,12 +20,11 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.harness.model_job import LAYER_LIMITS, TINY
 from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
 from fusco.bench.prefill import variants
-from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits, relative_error
 from fusco.bench.prefill.iterations import CallClock, Iteration, measure, outliers
-from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.prefill.job import PrefillJob, check_routing, make_routing, rows_per_rank
 from fusco.bench.prefill.model import PrefillModel, Prompts, packed_attention
 from fusco.bench.prefill.records import Case, Measured, _record_of, resume, summarize
-from fusco.bench.prefill.routing import check_routing, make_routing, rows_per_rank
+from fusco.bench.prefill.variants import Deviation, compare_layer, compare_logits, relative_error
 from fusco.cli import running
 from fusco.cli.main import app
 from fusco.fsdp.qwen3 import Qwen3Shape

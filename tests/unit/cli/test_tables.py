@@ -43,13 +43,13 @@ from fusco.cli import (
     rails,
     schedule,
     shuffle_tables,
-    simulate_tables,
+    simulate as simulate_command,
     train,
 )
 from fusco.cli.doctor import Finding
 from fusco.cli.tables import ResultTable
 from fusco.core.topology import Topology
-from fusco.rails.usage import RailUse
+from fusco.rails.board import RailUse
 from fusco.simulate.cluster import load_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate
@@ -122,13 +122,13 @@ def print_simulated(console):
     cluster, topology = load_cluster("h100x8").resized(2, 2), Topology.of_equal_nodes(4, 2)
     demand = Demand.of_matrix("zipf", np.full((4, 4), 122_239_000_123), topology)
     results = [simulate(cluster, demand, "fusco", call) for call in ("dispatch", "combine")]
-    console.print(simulate_tables.table_of_results(results))
-    simulate_tables.print_gains(cluster, demand, results, "fluid", 10**9, console)
+    console.print(simulate_command.table_of_results(results))
+    simulate_command.print_gains(cluster, demand, results, "fluid", 10**9, console)
 
 
 def print_papers(console):
     rows = [wide(PaperRow, label="fusco.t3.real-world", where="FUSCO, T3", role=role) for role in ("train", "test")]
-    console.print(simulate_tables.table_of_papers(rows))
+    console.print(simulate_command.table_of_papers(rows))
 
 
 def print_stages(console):

@@ -17,8 +17,7 @@ from fusco.cli import running, train as cli_train, train_options
 from fusco.cli.main import app
 from fusco.cli.options import Device
 from fusco.cli.running import Interrupted, StepProgress
-from fusco.cli.train_options import FileOptions, RunOptions
-from fusco.cli.train_presets import PresetName, SizeOptions
+from fusco.cli.train_options import FileOptions, PresetName, RunOptions, SizeOptions
 from fusco.cpu.kernels.warm_up import warm_up_cpu
 
 

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from watched_ranks import Ranks
 
-from fusco.control.peer_watch import PeerWatch
 from fusco.control.status_server import FailureReport
-from fusco.control.watchdog import Watchdog
+from fusco.control.watchdog import PeerWatch, Watchdog
 from played_network import PlayedNetwork
 
 LIMIT_S = 0.05

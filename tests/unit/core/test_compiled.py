@@ -13,7 +13,7 @@ import fusco
 from fusco.core import announcements
 from fusco.core.announcements import SlowWork, is_first_to_say
 from fusco.core.cache import CacheFolder, default_cache_dir, find_cache_folder, private_folder
-from fusco.core.sources import digest_of_sources
+from fusco.core.compiled import digest_of_sources
 
 SOURCES = Path(fusco.__file__).parents[1]
 OUTER = (

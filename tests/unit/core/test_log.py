@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from fusco.core.log import LOGGER, configure_logging
+from fusco.core.announcements import LOGGER, configure_logging
 
 
 @pytest.fixture(autouse=True)

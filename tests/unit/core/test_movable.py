@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusco.core.movable import why_not_movable, why_nothing_moves_here
+from fusco.core.rows import why_not_movable, why_nothing_moves_here
 
 
 class Named(torch.Tensor):

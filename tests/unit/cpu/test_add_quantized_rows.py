@@ -6,7 +6,7 @@ import torch
 from fusco import Quantize
 from fusco.core.quantization import dequantize_rows
 from fusco.core.wire import Wire
-from fusco.cpu.wire_rows import add_sums, write_sums
+from fusco.cpu.combine import add_sums, write_sums
 from generator import random_of, rows_to_quantize, values
 from reference.add_rows import add_rows as reference
 from reference.quantize_rows import quantize_rows

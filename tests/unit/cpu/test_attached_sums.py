@@ -9,7 +9,7 @@ from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.attached_sums import Holders, add_returned_sums, fold_attached_sums, produce_attached_sums
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.sum_rows import Terms
-from fusco.planner.distribution import NodeRouting
+from fusco.planner.dispatch_plan import NodeRouting
 from generator import random_of, values
 from reference.add_rows import add_rows
 from reference.reduce_rows import reduce_rows

@@ -7,8 +7,7 @@ from fusco import StaticRows
 from fusco.core.placement import ExpertPlacement
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.plan import overflow_of
-from fusco.planner.distribution import NodeRouting
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.dispatch_plan import NodeRouting, mark_destinations
 from generator import number_of, random_of
 from law import Law, Pair
 

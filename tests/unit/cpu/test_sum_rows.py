@@ -10,7 +10,7 @@ from fusco.core.placement import ExpertPlacement
 from fusco.core.rows import ROW_DTYPES, accumulation_dtype
 from fusco.cpu.kernels.plan_pairs import plan_pairs
 from fusco.cpu.kernels.sum_rows import Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
-from fusco.planner.distribution import NodeRouting
+from fusco.planner.dispatch_plan import NodeRouting
 from generator import random_of, values
 from reference.add_rows import add_rows
 from reference.reduce_rows import reduce_rows

@@ -11,8 +11,7 @@ import torch
 
 from fusco.bench.host.null_device import NullEvent, NullGpu, NullStream
 from fusco.cuda.between_nodes.nccl import Message
-from fusco.cuda.between_nodes.network import Network
-from fusco.cuda.between_nodes.replayed_messages import ReplayedMessages
+from fusco.cuda.between_nodes.network import Network, ReplayedMessages
 
 DEVICE = torch.device("cuda", 3)
 LIMIT_S, NO_LIMIT_S = 0.3, 600.0

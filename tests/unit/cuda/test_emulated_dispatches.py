@@ -14,7 +14,7 @@ from simulated_nodes import Rank
 
 from fusco import StaticRows
 from fusco.control.fingerprint import CollectiveFingerprint
-from fusco.cuda.memory.plan_report import Overflow
+from fusco.cuda.memory.arena import Overflow
 
 pytestmark = [
     pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++"),

@@ -5,7 +5,7 @@ import json
 import pytest
 from failing_saves import fill_disk, kill, save_and_fail
 
-from fusco.fsdp.hugging_face_folder import INDEX, SINGLE, replaced_weights
+from fusco.fsdp.gathered_parts import INDEX, SINGLE, replaced_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from fusco.fsdp.metric_writers import CsvWriter, JsonLinesWriter, open_writer
+from fusco.fsdp.metrics import CsvWriter, JsonLinesWriter, open_writer
 
 STEP = SimpleNamespace(step=3, flat=lambda: {"loss": 2.5, "layers/0/cv": 0.25})
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusco.fsdp.optimizer_state import (
+from fusco.fsdp.checkpoint import (
     drop_state,
     fill_state,
     find_unstarted,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from fusco.fsdp.random_state import random_state, set_random_state
+from fusco.fsdp.run_state import random_state, set_random_state
 
 
 def draw():

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from fusco.fsdp.router_loss import RouterLosses, _is_known, balance_loss
+from fusco.fsdp.transformers_integration import RouterLosses, _is_known, balance_loss
 
 MODELING = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 

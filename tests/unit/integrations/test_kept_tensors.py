@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fusco.integrations import kept_tensors
-from fusco.integrations.kept_tensors import KeptTensors
+from fusco.integrations import along_handles
+from fusco.integrations.along_handles import KeptTensors
 from fusco.integrations.routing_maps import places_of, scattered
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,8 +29,8 @@ def current(monkeypatch):
     """Set the current stream, and the number of the capture that it is in."""
 
     def set_current(stream: int, *, capture: int = 0) -> None:
-        monkeypatch.setattr(kept_tensors, "_stream", lambda _: stream)
-        monkeypatch.setattr(kept_tensors, "capture_number", lambda: capture)
+        monkeypatch.setattr(along_handles, "_stream", lambda _: stream)
+        monkeypatch.setattr(along_handles, "capture_number", lambda: capture)
 
     set_current(1)
     return set_current
@@ -71,9 +71,9 @@ def test_what_a_graph_changes_in_each_replay_is_kept_inside_alone(current):
 
 
 def test_without_a_query_for_handles_streams_differ_as_well(monkeypatch):
-    monkeypatch.setattr(kept_tensors, "raw_stream_of", None)
+    monkeypatch.setattr(along_handles, "raw_stream_of", None)
     with mock.patch("torch.cuda.current_stream", return_value=mock.Mock(cuda_stream=7)):
-        assert kept_tensors._stream(CUDA) == 7
+        assert along_handles._stream(CUDA) == 7
 
 
 def test_values_of_no_expert_and_of_ids_that_are_none_are_dropped():

@@ -14,7 +14,7 @@ from fusco.offload import Copier, OffloadSettings
 from fusco.offload.mover import FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.board import Board
-from fusco.rails.limits import Limits
+from fusco.rails.policy import Limits
 
 BOTH = pytest.mark.parametrize("direction", [TO_HOST, FROM_HOST])
 

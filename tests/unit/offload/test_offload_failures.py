@@ -20,7 +20,7 @@ from fusco.offload import OffloadSettings, RelayBudget
 from fusco.offload.mover import DONE, FAILED, FROM_HOST, TO_HOST
 from fusco.offload.settings import LINK_LIMITS
 from fusco.rails.board import Board
-from fusco.rails.limits import Limits
+from fusco.rails.policy import Limits
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from simulated_gpus import GB
 
 from fusco.core.errors import FuscoError, LaunchError, TransportError
 from fusco.offload import RelayBudget, relay, shared_links
-from fusco.offload.links import NvmlError
+from fusco.offload.settings import NvmlError
 
 
 def test_memory_that_runs_low_is_given_back_and_taken_again(host):

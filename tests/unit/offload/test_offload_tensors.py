@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from fusco.core import c_library
 from fusco.core.c_library import compile_c, load_c_library, sources_of
 from fusco.core.errors import CompileError
-from fusco.offload import copy_from_host, copy_to_host, tensors
+from fusco.offload import copier as copier_module, copy_from_host, copy_to_host
 from fusco.offload.mover import Job, Options, PathStreams
 from fusco.offload.settings import MB, RelayBudget
 
@@ -92,7 +92,7 @@ def test_addresses_and_bytes_reach_the_copier(capturing):
     GOOD.data_ptr.return_value, PINNED.data_ptr.return_value = 1000, 2000
     copier = mock.Mock(device=0)
     copy_from_host(GOOD, PINNED, copier=copier)
-    with mock.patch.object(tensors, "copier_of", return_value=copier) as copier_of:
+    with mock.patch.object(copier_module, "copier_of", return_value=copier) as copier_of:
         copy_to_host(GOOD, PINNED)
     copier_of.assert_called_once_with(torch.device("cuda:0"))
     assert [call.args for call in copier.copy.call_args_list] == [(1, 1000, 2000, 64), (0, 1000, 2000, 64)]

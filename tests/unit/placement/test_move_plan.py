@@ -13,8 +13,7 @@ from fusco.core.balance import Balance
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.placement import MovePlan, plan_batch, plan_moves, plan_placement
-from fusco.placement.move_steps import MoveSteps
-from fusco.placement.moves import as_places, places_of_copies
+from fusco.placement.moves import MoveSteps, as_places, places_of_copies
 from timing import relative_time
 
 SIZE = 7  # bytes of an expert

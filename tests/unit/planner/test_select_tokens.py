@@ -5,7 +5,7 @@ import torch
 
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
-from fusco.planner.forwarding import mark_destinations, select_tokens
+from fusco.planner.dispatch_plan import mark_destinations, select_tokens
 from generator import number_of, random_of
 
 

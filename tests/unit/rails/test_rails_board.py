@@ -12,9 +12,8 @@ from plugin_rig import descriptors_left
 
 from fusco.core.errors import SharedMemoryError
 from fusco.rails import board as layout
-from fusco.rails.board import Board
+from fusco.rails.board import Board, UsageReader
 from fusco.rails.rail import Rail
-from fusco.rails.usage import UsageReader
 
 RAILS = [Rail(f"eth{i}", f"10.0.0.{i + 1}", (i,), 2_000_000_000) for i in range(3)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fusco.core.lanes import IntArray
-from fusco.simulate.export.chakra import _ATTR, _ATTR_NAME, _RECV, _SEND, _TYPE, _TYPES, file_of
+from fusco.simulate.export import _ATTR, _ATTR_NAME, _RECV, _SEND, _TYPE, _TYPES, file_of
 
 _TRANSFER = re.compile(r"l(\d+): (send|recv) (\d+)b (?:to|from) (\d+) tag (\d+)")
 _CONNECTION = re.compile(r"(\d+)->(\d+) id \d+ (?:start 0|trigger \d+) size (\d+)(?: send_done_trigger \d+)?")

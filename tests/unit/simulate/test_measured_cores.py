@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from fusco.bench.simulation import cores
+from fusco.bench.simulation import measure
 from fusco.simulate.cluster import Cluster, Constant
 from fusco.simulate.demand import Demand
 from fusco.simulate.run import simulate
@@ -25,7 +25,7 @@ def played(monkeypatch):
     def least_s(work, *_):
         work()
         if state.demand is None:
-            return cores._NUM_BYTES / TRUE["memory_gbs"] / 1e9
+            return measure._MEMORY_BYTES / TRUE["memory_gbs"] / 1e9
         return simulate(state.truth, state.demand, "fusco", state.call, "bound").makespan_ms / 1e3
 
     def called(call):
@@ -37,9 +37,9 @@ def played(monkeypatch):
         return state.demand
 
     comm = SimpleNamespace(dispatch=lambda *_: called("dispatch"), combine=lambda *_: called("combine"))
-    monkeypatch.setattr(cores, "Communicator", lambda *_, **__: nullcontext(comm))
-    monkeypatch.setattr(cores, "RankTimer", lambda *_: SimpleNamespace(least_s=least_s))
-    monkeypatch.setattr(cores, "Demand", SimpleNamespace(of_routing=of_routing))
+    monkeypatch.setattr(measure, "Communicator", lambda *_, **__: nullcontext(comm))
+    monkeypatch.setattr(measure, "RankTimer", lambda *_: SimpleNamespace(least_s=least_s))
+    monkeypatch.setattr(measure, "Demand", SimpleNamespace(of_routing=of_routing))
     monkeypatch.setattr(dist, "get_rank", lambda _group: 0)
 
     def measured(nic_gbs: float) -> Cluster:
@@ -52,7 +52,7 @@ def played(monkeypatch):
             constants={k: Constant(value=v) for k, v in links.items()},
         )
         state.truth = known.with_values("true", **TRUE)
-        return cores.measure_machine(None, known, "cpu")
+        return measure.measure_machine(None, known, "cpu")
 
     return measured
 

@@ -15,7 +15,7 @@ import torch
 from export_readers import read_chakra, read_goal, read_htsim
 from hypothesis import given, settings, strategies as st
 
-from fusco.bench.plan_world import plan_cost, plan_world
+from fusco.bench.explain import plan_cost, plan_world
 from fusco.bench.simulation.laws import drawn_demand
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
@@ -26,8 +26,7 @@ from fusco.simulate.advice import defaults_used, describe_binding, gain_of_repli
 from fusco.simulate.cluster import Cluster, Constant, Fabric, load_cluster, names_of_clusters, write_cluster
 from fusco.simulate.demand import Demand
 from fusco.simulate.exchanges import links_of
-from fusco.simulate.export import check_export, write_export
-from fusco.simulate.messages import messages_of
+from fusco.simulate.export import check_export, messages_of, write_export
 from fusco.simulate.run import simulate
 from fusco.simulate.systems import SYSTEMS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fusco.bench.train.observer import ObservingDispatcher
+from fusco.bench.train.rank import ObservingDispatcher
 from fusco.core.stopwatch import SectionTimer
 from fusco.fsdp.dispatcher import Arrival
 from fusco.fsdp.timed_dispatcher import SECTIONS

@@ -22,9 +22,8 @@ from fusco.bench.prefill.variants import (
     transformers_all_to_all,
 )
 from fusco.bench.shuffle.baseline import BaselineShuffle, weighted_sum
-from fusco.core.config import Settings, StaticRows
+from fusco.core.config import RoutingSizes, Settings, StaticRows
 from fusco.core.placement import ExpertPlacement
-from fusco.core.routing_sizes import RoutingSizes
 from fusco.core.rows import row_bytes
 from fusco.core.topology import Topology
 
@@ -85,12 +84,10 @@ class FuscoExchange(Exchange):
         self._comm, self._static = comm, static
 
     def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
-        """Send tokens; see ``Exchange``."""
         sent = self._comm.dispatch(rows, topk_idx, topk_weights, static=self._static(len(topk_idx)))
         return Sent(sent.payloads, sent.num_rows_per_expert, sent.handle)
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return sums; see ``Exchange``."""
         return self._comm.combine(y, sent.ticket)
 
     def synchronize(self) -> None:
@@ -110,12 +107,7 @@ class LowLatencyExchange(Exchange):
         kind = module.Buffer
         num_bytes = kind.get_low_latency_rdma_size_hint(most, shape.hidden, job.num_ranks, shape.num_experts)
         self._buffer = kind(
-            group,
-            0,
-            num_bytes,
-            low_latency_mode=True,
-            num_qps_per_rank=job.num_local_experts,
-            explicitly_destroy=True,
+            group, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=job.num_local_experts, explicitly_destroy=True
         )
         stack.callback(self._buffer.destroy)
         self._most, self._num_experts = most, shape.num_experts
@@ -126,7 +118,6 @@ class LowLatencyExchange(Exchange):
         return (x,)
 
     def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
-        """Send tokens; see ``Exchange``."""
         ids = topk_idx.to(self._id_dtype)
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
             rows[0], ids, self._most, self._num_experts, use_fp8=False
@@ -134,7 +125,6 @@ class LowLatencyExchange(Exchange):
         return Sent((received,), counts, (ids, topk_weights, handle))
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return sums; see ``Exchange``."""
         out: torch.Tensor = self._buffer.low_latency_combine(y, *sent.ticket)[0]
         return out
 
@@ -148,7 +138,6 @@ class GatherExchange(Exchange):
         self._edges = torch.arange(job.num_local_experts + 1, dtype=torch.int64, device=job.device)
 
     def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
-        """Send tokens; see ``Exchange``."""
         ids, weights, *all_rows = self._gather([topk_idx, topk_weights, *reversed(rows)])
         local = ids.reshape(-1) - self._first
         keys, order = local.where((local >= 0) & (local < self._num_local), self._num_local).sort(stable=True)
@@ -162,7 +151,6 @@ class GatherExchange(Exchange):
         return Sent(arrived, ends.diff(), (row_idx, weights))
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return sums; see ``Exchange``."""
         row_idx, weights = sent.ticket
         sums = weighted_sum(y, row_idx, weights)
         out = sums.new_empty(len(sums) // self._num_ranks, sums.shape[1])
@@ -190,7 +178,6 @@ class BaselineExchange(Exchange):
         self._shuffle, self._device = BaselineShuffle(group, placement, topology, job.device), job.device
 
     def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
-        """Send tokens; see ``Exchange``."""
         sizes = [row_bytes(each) for each in rows]
         packed = rows[0] if len(rows) == 1 else torch.cat([each.view(torch.uint8) for each in rows], dim=1)
         arrived, on_host, handle = self._shuffle.dispatch(packed, topk_idx, topk_weights)
@@ -201,7 +188,6 @@ class BaselineExchange(Exchange):
         return Sent(parts, torch.tensor(on_host, dtype=torch.int64, device="cpu").to(self._device), handle)
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return sums; see ``Exchange``."""
         return self._shuffle.combine(y, sent.ticket)
 
 
@@ -220,13 +206,11 @@ class TransformersExchange(Exchange):
         return (x,)
 
     def dispatch(self, rows: Rows, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Sent:
-        """Send tokens; see ``Exchange``."""
         arrived, ids, _, state = self._all_to_all._dispatch_tokens(rows[0], topk_idx, topk_weights)  # noqa: SLF001
         by_expert, order = ids.flatten().sort(stable=True)
         return Sent((arrived[order],), by_expert.bincount(minlength=self._num_local), (order, state))
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        """Return sums; see ``Exchange``."""
         order, state = sent.ticket
         of_sources = torch.empty_like(y).index_copy_(0, order, y)
         out: torch.Tensor = self._all_to_all._combine_tokens(of_sources, state)  # noqa: SLF001  as it calls it
@@ -261,7 +245,7 @@ def make_exchange(name: str, job: DecodeJob, group: dist.ProcessGroup, stack: Ex
     if name == "deep_ep":
         return LowLatencyExchange(importlib.import_module("deep_ep"), group, job, stack)
     if name == "fusco-deep_ep":
-        return LowLatencyExchange(_fusco_deep_ep(), group, job, stack)
+        return LowLatencyExchange(importlib.import_module("fusco.integrations.path.deep_ep"), group, job, stack)
     comm = Communicator(
         group,
         num_experts=job.shape.num_experts,
@@ -286,7 +270,3 @@ def _static_rows(name: str, job: DecodeJob) -> Callable[[int], StaticRows]:
             num_experts=job.shape.num_experts,
         )
     )
-
-
-def _fusco_deep_ep() -> Any:
-    return importlib.import_module("fusco.integrations.path.deep_ep")

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Literal
 
 from fusco.bench.harness.model_job import ModelJob
-from fusco.bench.prefill.routing import check_routing
+from fusco.bench.prefill.job import check_routing
 
 DecodeDtype = Literal["bfloat16", "fp8", "float32"]
 
@@ -22,7 +22,7 @@ class DecodeJob(ModelJob):
     # results of experts, and everything outside of them, are bfloat16.
     dtype: DecodeDtype
     context: int = 0  # tokens of each sequence before this step; 0 leaves attention out
-    routing: str = "random"  # one of ``fusco.bench.prefill.routing``
+    routing: str = "random"  # one of ``fusco.bench.prefill.job``
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the usual name
 
 from fusco.bench.decode.exchanges import EAGER, Exchange, make_exchange
-from fusco.bench.decode.experts import reference_outputs
+from fusco.bench.decode.experts import DecodeExperts, reference_outputs
 from fusco.bench.decode.job import DecodeJob
-from fusco.bench.decode.model import DecodeModel
 from fusco.bench.decode.records import DecodeRecord, Measured, summarize
-from fusco.bench.decode.step import DecodeStep
-from fusco.bench.harness.capture import captured
 from fusco.bench.harness.model_job import gather, run_cases
-from fusco.bench.harness.rounds import made, measure_in_turn
-from fusco.bench.harness.stopwatch import RankTimer
-from fusco.bench.prefill.gate import relative_error
-from fusco.bench.prefill.routing import make_routing
+from fusco.bench.harness.stopwatch import RankTimer, captured, made, measure_in_turn
+from fusco.bench.prefill.job import make_routing
+from fusco.bench.prefill.variants import relative_error
 
 _NUM_WARM_UPS = 2
+_Result = TypeVar("_Result")
+_STD = 0.02  # of weights, as in Qwen3
+_NORM_EPS = 1e-6
 
 
 def decode_rank(
@@ -126,3 +128,161 @@ class DecodeBench:
         call()
         exchange.synchronize()
         return Measured(layer_error=layer_error, step_error=float(relative_error(step.hidden, expected.hidden).max()))
+
+
+class DecodeStep:
+    """The step of a rank by one variant; on CUDA it can be captured, as its inputs stay where they are."""
+
+    def __init__(
+        self, model: DecodeModel, exchange: Exchange, inputs: tuple[torch.Tensor, torch.Tensor], micro_batches: int
+    ) -> None:
+        """``inputs`` are the latest token of each sequence (num_tokens,) and its experts (num_layers, num_tokens, K).
+
+        Both are int64, and are read anew in every step.
+        """
+        self._model, self._exchange = model, exchange
+        self._tokens, self._topk_idx = (each.chunk(micro_batches, dim=each.ndim // 2) for each in inputs)
+        self._firsts = [sum(map(len, self._tokens[:i])) for i in range(micro_batches)]
+        self._transport = _Transport(has_stream=inputs[0].is_cuda and micro_batches > 1)
+        self.hidden = torch.empty(0, device=inputs[0].device, dtype=torch.float32)
+        self.next_tokens = torch.empty_like(inputs[0])
+
+    def run(self) -> None:
+        """Compute ``hidden``, the last hidden states (num_tokens, hidden), and ``next_tokens``, int64 (num_tokens,)."""
+        parts: list[Any] = [self._model.embeddings[tokens] for tokens in self._tokens]
+        for index in range(len(self._model.layers)):
+            parts = self._layer(index, parts)
+        self.hidden = torch.cat([residual + moved() for residual, moved in parts])
+        self.next_tokens = self._model.next_tokens(self.hidden)
+
+    def _layer(self, index: int, parts: list[Any]) -> list[Any]:
+        """Run a block; between blocks a micro-batch is its residual stream, and what waits for the experts' sums."""
+        layer, sent = self._model.layers[index], []
+        for i, part in enumerate(parts):
+            x = part if isinstance(part, torch.Tensor) else part[0] + part[1]()
+            topk_idx = self._topk_idx[i][index]
+            residual, tokens, weights = layer.before_experts(x, self._firsts[i], topk_idx)
+            rows = self._exchange.rows_of(layer.experts, tokens)
+            sent.append((residual, self._transport.start(self._exchange.dispatch, rows, topk_idx, weights)))
+        done = []
+        for residual, arrived in sent:
+            there = arrived()
+            y = there.run(layer.experts)
+            done.append((residual, self._transport.start(self._exchange.combine, y, there)))
+        return done
+
+
+class _Transport:
+    """Runs what moves tokens: at once, or on a stream of its own while the current stream computes."""
+
+    def __init__(self, *, has_stream: bool) -> None:
+        self._stream = torch.cuda.Stream() if has_stream else None  # type: ignore[no-untyped-call]
+        # Tensors of two layers: their memory may be taken again only by what follows an event of the other stream.
+        self._kept: deque[Any] = deque(maxlen=16)
+
+    def start(self, call: Callable[..., _Result], *arguments: Any) -> Callable[[], _Result]:
+        """Begin a call, and return what makes the current stream wait for its result, and returns that."""
+        if self._stream is None:
+            result = call(*arguments)
+            return lambda: result
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = call(*arguments)
+            done = self._stream.record_event()
+        self._kept.append((arguments, result))
+
+        def wait() -> _Result:
+            torch.cuda.current_stream().wait_event(done)
+            return result
+
+        return wait
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention of one new token of each sequence to the tokens before it, which are random.
+
+    Without rotations and norms of heads: elementwise work that is the same for all variants.
+    """
+
+    qkv: torch.Tensor  # (heads of queries, keys and values * head_dim, hidden)
+    out: torch.Tensor  # (hidden, heads of queries * head_dim)
+    keys: torch.Tensor  # (max_tokens, num_key_value_heads, context + 1, head_dim); the last is the new token's
+    values: torch.Tensor  # as keys
+
+    def __call__(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the attention of sequences ``first`` and following, x being (num_tokens, hidden)."""
+        _, num_kv, _, head_dim = self.keys.shape
+        heads = F.linear(x, self.qkv).view(len(x), -1, head_dim)
+        query, key, value = torch.split(heads, [heads.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
+        keys, values = (cache[first : first + len(x)] for cache in (self.keys, self.values))
+        keys[:, :, -1], values[:, :, -1] = key, value
+        attended = F.scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)
+        return F.linear(attended.reshape(len(x), -1), self.out)
+
+
+@dataclass(frozen=True)
+class DecodeLayer:
+    """A block: attention, if the job has it, and experts."""
+
+    router: torch.Tensor  # (num_experts, hidden)
+    experts: DecodeExperts  # this rank's
+    attention: Attention | None
+
+    def before_experts(
+        self, x: torch.Tensor, first: int, topk_idx: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the residual stream, the tokens of the experts, and weights of given experts, float32.
+
+        ``x`` is (num_tokens, hidden), of sequences from ``first`` on; ``topk_idx`` (num_tokens, num_topk).
+        """
+        if self.attention is not None:
+            x = x + self.attention(norm(x), first)
+        tokens = norm(x)
+        probabilities = F.linear(tokens, self.router).float().softmax(-1).gather(1, topk_idx)
+        return x, tokens, probabilities / probabilities.sum(-1, keepdim=True)
+
+
+class DecodeModel:
+    """The weights of a rank: its experts, and everything else as all ranks have it."""
+
+    def __init__(self, job: DecodeJob, rank: int) -> None:
+        self.job, shape = job, job.shape
+        self._dtype = torch.float32 if job.dtype == "float32" else torch.bfloat16
+        self._generator = torch.Generator(job.device).manual_seed(job.seed)
+        first = rank * job.num_local_experts
+        local = range(first, first + job.num_local_experts)
+        self.embeddings, self._head = (self._draw(shape.vocab, shape.hidden) for _ in range(2))
+        self.layers = [
+            DecodeLayer(
+                router=self._draw(shape.num_experts, shape.hidden),
+                experts=DecodeExperts.draw(job, index, local),
+                attention=self._attention() if job.context else None,
+            )
+            for index in range(shape.num_layers)
+        ]
+
+    def next_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the most probable next token of each sequence, int64 (num_tokens,)."""
+        return F.linear(norm(hidden), self._head).argmax(-1)
+
+    def _attention(self) -> Attention:
+        job, shape = self.job, self.job.shape
+        width = shape.num_heads * shape.head_dim
+        cache = max(job.tokens), shape.num_key_value_heads, job.context + 1, shape.head_dim
+        return Attention(
+            qkv=self._draw(width + 2 * shape.num_key_value_heads * shape.head_dim, shape.hidden),
+            out=self._draw(shape.hidden, width),
+            keys=self._draw(*cache),
+            values=self._draw(*cache),
+        )
+
+    def _draw(self, *sizes: int) -> torch.Tensor:
+        drawn = torch.empty(sizes, dtype=self._dtype, device=self.job.device)
+        return drawn.normal_(0, _STD, generator=self._generator)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """Return rows of root mean square 1, as a norm with weights of 1 does."""
+    return F.rms_norm(x, x.shape[-1:], eps=_NORM_EPS)

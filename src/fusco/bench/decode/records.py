@@ -12,7 +12,7 @@ from fusco.bench.decode.exchanges import FUSCO
 from fusco.bench.decode.job import DecodeJob
 from fusco.bench.harness.environment import VerifiedMeasurement, hardware, versions
 from fusco.bench.harness.model_job import errors_beyond
-from fusco.bench.harness.rounds import slowest_median
+from fusco.bench.harness.stopwatch import slowest_median
 from fusco.bench.prefill.variants import deep_ep_version
 
 

@@ -1,14 +1,17 @@
-"""Times of work that start on all ranks together, and times of the cores."""
+"""Times of work that start on all ranks together, of variants in turn, and of the cores."""
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,8 @@ _MIN_LOOPS, _MAX_LOOPS, _LOOPS_S = 3, 20, 0.2  # repetitions of 20 calls: as man
 _START_PERIOD_NS, _START_SLACK_NS = 2_000_000, 500_000
 _IDLE = slice(3, 5)  # fields of /proc/stat, proc(5): idle, and waiting for a disk
 _NUM_FIELDS = 8  # those after steal are counted in earlier ones
+_Variant = TypeVar("_Variant")
+_Measured = TypeVar("_Measured")
 
 
 class RankTimer:
@@ -152,3 +157,63 @@ def others_share(of_ranks: Sequence[Sequence[CoreTimes]]) -> float:
     process_s = sum(times.process_s for rank in of_ranks for times in rank)
     busy_s, all_s = (sum(getattr(times, name) for times in of_ranks[0]) for name in ("busy_s", "all_s"))
     return max(0.0, round((busy_s - process_s) / all_s, 3)) if all_s else 0.0
+
+
+@contextmanager
+def captured(work: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Run the work once, capture it, and yield what replays it; all replays have ended after the block."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # In the other modes of a capture NCCL's watchdog, another thread, may not query its events.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    yield graph.replay
+    torch.cuda.synchronize()
+
+
+def measure_in_turn(
+    variants: Mapping[str, _Variant],
+    measure: Callable[[_Variant], _Measured],
+    advance: Callable[[], None],
+    *,
+    num_warm_ups: int,
+    num_iterations: int,
+) -> dict[str, list[_Measured]]:
+    """Measure all variants in every iteration, and return the measurements of each, without those of warm-ups.
+
+    ``advance`` is called after every iteration.
+
+    >>> times = iter([9, 8, 1, 2])
+    >>> measure_in_turn({"a": 0, "b": 0}, lambda _: next(times), print, num_warm_ups=1, num_iterations=1)
+    <BLANKLINE>
+    <BLANKLINE>
+    {'a': [1], 'b': [2]}
+    """
+    found: dict[str, list[_Measured]] = {name: [] for name in variants}
+    for _ in range(num_warm_ups + num_iterations):
+        for name, variant in variants.items():
+            found[name].append(measure(variant))
+        advance()
+    return {name: measured[num_warm_ups:] for name, measured in found.items()}
+
+
+def made(name: str, make: Callable[[], _Variant], *, is_peer: bool) -> _Variant | None:
+    """Return what ``make`` does; ``None``, with a warning, for a variant of another library that cannot be set up."""
+    try:
+        return make()
+    except Exception as error:  # another library may raise anything
+        if not is_peer:
+            raise
+        warnings.warn(f"{name} could not be set up, and is left out: {error!r}", stacklevel=2)
+        return None
+
+
+def slowest_median(per_rank: Iterable[Sequence[float]], digits: int = 3) -> float:
+    """Return the median over iterations of the slowest rank's value, rounded.
+
+    >>> slowest_median([[1.0, 5.0, 2.0], [3.0, 1.0, 1.0]])
+    3.0
+    """
+    slowest: list[float] = [max(of_iteration) for of_iteration in zip(*per_rank, strict=True)]
+    return round(median(slowest), digits)

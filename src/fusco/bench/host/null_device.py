@@ -15,9 +15,9 @@ import torch
 from fusco.api.communicator import Communicator
 from fusco.api.create import CommunicatorParts
 from fusco.api.validation import Validator
-from fusco.control.atomics import load_acquire_at, store_release_at
 from fusco.control.bootstrap import PeerInfo
 from fusco.control.connect import connect
+from fusco.control.flags import load_acquire_at, store_release_at
 from fusco.control.layout import SegmentSizes
 from fusco.control.machine_calls import address_of
 from fusco.control.member_gather import Gather

@@ -10,7 +10,7 @@ import numpy as np
 from fusco.bench.inputs.arrays import load_array, load_integers_of_csv
 from fusco.bench.names import ExchangeMatrix, MatrixKind
 from fusco.core.lanes import IntArray
-from fusco.schedule.matrix import as_matrix
+from fusco.schedule.stages import as_matrix
 
 if TYPE_CHECKING:
     from fusco.bench.inputs.traffic import Workload  # it loads torch

@@ -15,10 +15,9 @@ from fusco.bench.harness.environment import Measurement, hardware
 from fusco.bench.harness.worker import Worker
 from fusco.core.errors import FuscoError
 from fusco.offload import Copier, OffloadSettings, copy_from_host, copy_to_host
-from fusco.offload.links import nvml_links
 from fusco.offload.mover import MAX_SLOTS
-from fusco.offload.settings import LINK_LIMITS
-from fusco.rails.limits import Limits
+from fusco.offload.settings import LINK_LIMITS, nvml_links
+from fusco.rails.policy import Limits
 
 _NUM_BURSTS = 12
 _PAUSE_S = 0.03  # between bursts; longer than a rail counts as busy after its owner's last activity

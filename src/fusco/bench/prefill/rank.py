@@ -11,15 +11,22 @@ import torch
 import torch.distributed as dist
 
 from fusco.bench.harness.model_job import gather, run_cases
-from fusco.bench.harness.rounds import measure_in_turn
+from fusco.bench.harness.stopwatch import measure_in_turn
 from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
-from fusco.bench.prefill.gate import Deviation, compare_layer, compare_logits
 from fusco.bench.prefill.iterations import Iteration, measure
-from fusco.bench.prefill.job import PrefillJob
+from fusco.bench.prefill.job import PrefillJob, make_routing, rows_per_rank
 from fusco.bench.prefill.model import PrefillModel, Prompts
 from fusco.bench.prefill.records import Case, Measured, PrefillRecord, summarize
-from fusco.bench.prefill.routing import make_routing, rows_per_rank
-from fusco.bench.prefill.variants import EXACT, Layer, Variant, make_variants, reference_layers
+from fusco.bench.prefill.variants import (
+    EXACT,
+    Deviation,
+    Layer,
+    Variant,
+    compare_layer,
+    compare_logits,
+    make_variants,
+    reference_layers,
+)
 
 _NUM_WARM_UPS = 2
 _NUM_SECTIONED = 3  # prefills whose dispatches and combines are timed

@@ -15,10 +15,9 @@ import numpy as np
 
 from fusco.bench.harness.environment import VerifiedMeasurement, commit, hardware, record_of, versions
 from fusco.bench.inputs.prompts import describe_prompts, prompt_lengths
-from fusco.bench.prefill.gate import Deviation
 from fusco.bench.prefill.iterations import Iteration
 from fusco.bench.prefill.job import PrefillJob
-from fusco.bench.prefill.variants import deep_ep_version
+from fusco.bench.prefill.variants import Deviation, deep_ep_version
 
 
 @dataclass(frozen=True, kw_only=True)

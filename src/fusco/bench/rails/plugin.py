@@ -16,7 +16,7 @@ import numpy as np
 
 from fusco.core.errors import FuscoError
 from fusco.rails import Rail
-from fusco.rails.buffers import as_bytes
+from fusco.rails.channel import as_bytes
 from fusco.rails.nccl import nccl_plugin
 
 HANDLE_BYTES, HOST_POINTERS = 128, 1

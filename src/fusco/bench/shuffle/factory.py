@@ -14,11 +14,10 @@ import torch.distributed as dist
 from fusco.api.communicator import Communicator
 from fusco.bench.inputs.traffic import Workload, WorldInput
 from fusco.bench.shuffle.baseline import BaselineShuffle
-from fusco.bench.shuffle.internode_bytes import num_copies
-from fusco.bench.shuffle.no_engine import NoEngineShuffle
-from fusco.bench.shuffle.no_planner import expand, sum_copies
+from fusco.bench.shuffle.no_engine import NoEngineShuffle, expand, sum_copies
 from fusco.bench.shuffle.peers import BufferShuffle, ElasticBufferShuffle
 from fusco.bench.shuffle.run import ShuffleRun
+from fusco.bench.shuffle.summary import num_copies
 from fusco.bench.shuffle.variants import WITHOUT_LANES, balancer_of, is_of_caller, load_of_caller
 from fusco.core.config import Launch, StaticRows
 from fusco.core.profile import CallProfile

@@ -101,11 +101,7 @@ class ElasticBufferShuffle(PeerShuffle):
         self._id_dtype = _id_dtype(deep_ep)
 
     def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        counts: Sequence[int] | None = None,
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, counts: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, Sequence[int], Any]:
         """Return expert-major rows, the rows of each local expert, and a handle.
 

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fusco.api.communicator import Communicator
-from fusco.bench.harness.capture import captured
 from fusco.bench.harness.links import DevicePeaks, LinkPeaks, measure_device_links, measure_links
-from fusco.bench.harness.rounds import made, measure_in_turn
-from fusco.bench.harness.stopwatch import CoreTimes, RankTimer
+from fusco.bench.harness.stopwatch import CoreTimes, RankTimer, captured, made, measure_in_turn
 from fusco.bench.inputs.traffic import Workload, WorldInput
 from fusco.bench.ranks.progress import ProgressReporter
 from fusco.bench.shuffle.factory import Shuffle, ShuffleFactory

@@ -1,5 +1,5 @@
 """Training for ``fusco train``: a small Qwen3-MoE on real text, with expert parallelism on FSDP2, measured.
 
 ``job`` is the configuration; ``text`` and ``model`` make its inputs; ``rank`` is the loop of one rank;
-``observer`` measures inside a step; ``records`` are the results.
+``records`` are the results.
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +17,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from fusco import fsdp
 from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.ranks.progress import ProgressReporter
-from fusco.bench.train.balance_loss import balance_loss
-from fusco.bench.train.evaluation import generate, held_out_loss
 from fusco.bench.train.job import TrainingJob
 from fusco.bench.train.model import make_model
-from fusco.bench.train.observer import ObservingDispatcher
 from fusco.bench.train.records import Run, StepRecord
-from fusco.bench.train.saving import Saving, saving_run
 from fusco.bench.train.text import Corpus, load_corpus, make_batch, mix_seed
 from fusco.core.config import Settings
 from fusco.core.stopwatch import SectionTimer
-from fusco.fsdp.metric_writers import open_writer
+from fusco.fsdp.dispatcher import Arrival
+from fusco.fsdp.metrics import open_writer
+from fusco.fsdp.timed_dispatcher import TimedDispatcher
 
 _MAX_GRAD_NORM = 1.0
+_HELD_OUT_STEP = 999_983  # of the batches that are drawn from held-out text: always the same
+_NUM_BATCHES = 4
+_TEMPERATURE, _PROMPT_TOKENS = 0.7, 32
 
 
 def train_and_log(
@@ -50,11 +52,7 @@ def train_and_log(
 
 
 def train_rank(
-    job: TrainingJob,
-    report: Callable[[StepRecord], None],
-    *,
-    saving: Saving | None = None,
-    keeps_routing: bool = False,
+    job: TrainingJob, report: Callable[[StepRecord], None], *, saving: Saving | None = None, keeps_routing: bool = False
 ) -> list[Run]:
     """Train one rank's part of a job; a collective of all ranks of the default group.
 
@@ -109,7 +107,8 @@ def _run(
         for index in range(saver.load(), job.num_steps):
             batch = make_batch(corpus.train, job, dist.get_rank(), index).to(job.device)
             observer.topk_idx.clear()
-            _barrier()
+            # A barrier on the host: no rank is timed while another still reports the previous step.
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
             metrics.start(index)
             loss, router_loss = _losses(job, model, batch, mesh)
             (loss + router_loss).backward()  # type: ignore[no-untyped-call]
@@ -138,11 +137,6 @@ def _run(
     )
 
 
-def _barrier() -> None:
-    """Wait for all ranks on the host, so that no rank is timed while another still reports the previous step."""
-    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
-
-
 def _losses(
     job: TrainingJob, model: nn.Module, batch: torch.Tensor, mesh: fsdp.EPMesh
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
@@ -164,3 +158,121 @@ def _gather_routing(job: TrainingJob, observer: ObservingDispatcher) -> np.ndarr
     parts = [torch.empty_like(local) for _ in range(job.num_ranks)] if dist.get_rank() == 0 else None
     dist.gather(local, parts)
     return torch.cat(parts).numpy() if parts else None
+
+
+@dataclass
+class ObservingDispatcher(TimedDispatcher):
+    """Also records the routing of the latest step."""
+
+    num_layers: int  # calls of a forward pass; later ones in a step are recomputations and not recorded
+    keeps_routing: bool = False  # whether to record ``topk_idx``
+    topk_idx: list[torch.Tensor] = field(default_factory=list)  # for each layer of this step, the routing, if recorded
+
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, *more: int
+    ) -> Arrival:
+        if self.keeps_routing and len(self.topk_idx) < self.num_layers:
+            self.topk_idx.append(topk_idx)
+        return super().dispatch(x, topk_idx, topk_weights, num_experts, *more)
+
+
+def balance_loss(router_logits: Sequence[torch.Tensor], num_topk: int) -> torch.Tensor:
+    """Return the mean over layers of ``num_experts`` times the sum over experts of (row share) * (mean probability).
+
+    ``router_logits`` are (num_tokens, num_experts) for each layer. The loss is 1 if tokens or probabilities are spread
+    evenly, and ``num_experts / num_topk`` if all tokens choose the same experts with probability 1. The corresponding
+    function in transformers treats all layers as one; their sum may be even although no layer is.
+
+    Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
+
+    >>> balance_loss([torch.tensor([[9.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 9.0, 0], [0, 0, 0, 9.0]])], 1).item()
+    1.0
+    >>> round(balance_loss([torch.tensor([[99.0, 0, 0, 0]] * 4)], 1).item(), 4)
+    4.0
+    """
+    losses = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(1)
+        is_chosen = torch.zeros_like(probabilities).scatter_(1, logits.topk(num_topk, dim=1).indices, 1.0)
+        losses.append(logits.shape[1] * (is_chosen.mean(0) / num_topk * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Saves of a run, after every so many steps and after the last."""
+
+    folder: Path  # absolute
+    every: int | None = None  # steps; ``None`` means after the last step only
+    keep_last: int | None = None  # as for ``fusco.fsdp.save_run``
+    resumes: bool = False  # whether the run continues the one in the folder
+
+    def is_due(self, num_done: int, num_steps: int) -> bool:
+        """Return whether to save after ``num_done`` of ``num_steps`` steps."""
+        return num_done == num_steps or (self.every is not None and num_done % self.every == 0)
+
+
+class RunSaver:
+    """Saves a run where it is to be saved."""
+
+    def __init__(self, saving: Saving | None, state: fsdp.RunState, saver: fsdp.AsyncSaver | None) -> None:
+        self._saving, self._state, self._saver = saving, state, saver
+
+    def load(self) -> int:
+        """Return the number of finished steps of the run that is continued, 0 for a new one; a collective."""
+        return fsdp.load_run(self._saving.folder, self._state) if self._saving and self._saving.resumes else 0
+
+    def save_if_due(self, num_done: int, num_steps: int) -> None:
+        """Save after a step if it is due; a collective."""
+        if self._saving and self._saver and self._saving.is_due(num_done, num_steps):
+            self._saver.save(num_done)
+
+
+@contextmanager
+def saving_run(saving: Saving | None, state: fsdp.RunState) -> Iterator[RunSaver]:
+    """Yield the saver of a run; the end of the block waits for its last save."""
+    if saving is None:
+        yield RunSaver(None, state, None)
+        return
+    with fsdp.AsyncSaver(saving.folder, state, keep_last=saving.keep_last) as saver:
+        yield RunSaver(saving, state, saver)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, corpus: Corpus, job: TrainingJob, mesh: fsdp.EPMesh) -> float | None:
+    """Return the mean loss over batches of held-out text, the same at every call, of all ranks; a collective."""
+    if corpus.held_out is None:
+        return None
+    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    with _evaluating(model):
+        for index in range(_NUM_BATCHES):
+            batch = make_batch(corpus.held_out, job, dist.get_rank(), _HELD_OUT_STEP + index).to(job.device)
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            total += nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten()).double()
+    return float(fsdp.global_sum(total, mesh)) / _NUM_BATCHES / job.num_ranks
+
+
+@torch.no_grad()
+def generate(model: nn.Module, corpus: Corpus, job: TrainingJob) -> tuple[str, str]:
+    """Return a prompt from held-out text and its continuation by the model; a collective, in which all ranks agree."""
+    source = corpus.train if corpus.held_out is None else corpus.held_out
+    ids = source[:_PROMPT_TOKENS].long().to(job.device)[None]
+    num_prompt = ids.shape[1]
+    generator = torch.Generator(job.device).manual_seed(job.seed)
+    with _evaluating(model):
+        for _ in range(job.sample_tokens):
+            logits = model(input_ids=ids[:, -job.length :], use_cache=False).logits[:, -1].float()
+            following = torch.multinomial((logits / _TEMPERATURE).softmax(1), 1, generator=generator)
+            dist.broadcast(following, 0)  # sums in another order may be enough to choose another one
+            ids = torch.cat([ids, following], dim=1)
+    return corpus.decode(ids[0, :num_prompt].tolist()), corpus.decode(ids[0, num_prompt:].tolist())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()

@@ -54,8 +54,8 @@ def explore(
     Its views: copies avoided, traffic between ranks or nodes, loads of links with each balancer, experts' loads by rank
     and layer, stages over time, a replay; and what records or a simulation have.
     """
-    from fusco.cli.explore.page import Page, write_page
     from fusco.cli.explore.records import facts_of as record_facts, record_views, subtitle_of, title_of
+    from fusco.cli.explore.views import Page, write_page
     from fusco.cli.wording import plural
     from fusco.core.balance import Balance
     from fusco.schedule import Links
@@ -109,9 +109,8 @@ def plan_views(
     """
     import numpy as np
 
-    from fusco.cli.explore.experts import experts_view
     from fusco.cli.explore.stages import stage_views
-    from fusco.cli.explore.traffic import Dispatch, copies_view, links_view, matrix_view
+    from fusco.cli.explore.traffic import Dispatch, copies_view, experts_view, links_view, matrix_view
     from fusco.core.balance import Balance
     from fusco.schedule import Links
 
@@ -177,8 +176,8 @@ def write_records(records: Sequence[DataclassInstance], path: Path | None, more:
     """Write a page of records, as ``--html`` asks for, and of ``more`` views; nothing without a path."""
     if path is None:
         return
-    from fusco.cli.explore.page import Page, write_page
     from fusco.cli.explore.records import facts_of as record_facts, record_views, title_of
+    from fusco.cli.explore.views import Page, write_page
     from fusco.core.balance import Balance
 
     lines = json.loads(json.dumps([asdict(record) for record in records]))

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from fusco.cli.explore.experts import about_experts
 from fusco.cli.explore.simulation import comparison, simulation_views
-from fusco.cli.explore.traffic import links_of
+from fusco.cli.explore.traffic import about_experts, links_of
 from fusco.cli.explore.views import (
     BalancerLoads,
     ExpertsView,

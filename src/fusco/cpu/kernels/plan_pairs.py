@@ -12,7 +12,7 @@ import torch
 from fusco.core.compiled import compiled
 from fusco.core.config import StaticRows
 from fusco.core.placement import ExpertPlacement
-from fusco.planner.distribution import ExpertDistribution, NodeRouting
+from fusco.planner.dispatch_plan import ExpertDistribution, NodeRouting
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,7 @@ from numba import carray  # type: ignore[attr-defined]  # not in its list of exp
 
 from fusco.core.compiled import compiled
 from fusco.core.quantization import E2M1_MAX, E4M3_MAX, Quantize
-from fusco.cpu.kernels.intrinsics import (
-    bits_of,
-    e2m1_code,
-    e4m3_code,
-    float_of,
-    larger_magnitude,
-    pointer_to,
-    widen,
-)
+from fusco.cpu.kernels.intrinsics import bits_of, e2m1_code, e4m3_code, float_of, larger_magnitude, pointer_to, widen
 from fusco.cpu.kernels.reduce_rows import as_array
 
 AMAX, POWER_OF_TWO, MX_FLOOR, MX_CEIL, NVFP4 = range(5)

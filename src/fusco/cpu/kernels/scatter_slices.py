@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fusco.control.atomics import load_acquire_at
+from fusco.control.flags import load_acquire_at
 from fusco.core.compiled import compiled
 from fusco.cpu.kernels.intrinsics import copy_memory
 

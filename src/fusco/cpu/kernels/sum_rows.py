@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from numba import carray  # type: ignore[attr-defined]  # not in its list of exports
 
-from fusco.control.atomics import load_acquire_at, store_release_at
+from fusco.control.flags import load_acquire_at, store_release_at
 from fusco.core.compiled import compiled
 from fusco.core.rows import accumulation_dtype
 from fusco.cpu.kernels.add_rows import add_row

@@ -23,8 +23,7 @@ from fusco.cpu.kernels.scatter_slices import scatter_slices
 from fusco.cpu.kernels.segment_memory import JoinedSegments, concatenate
 from fusco.cpu.kernels.sum_rows import Chunks, Rings, Terms, cut_chunks, fold_sums, has_message, produce_sums
 from fusco.cpu.kernels.swap_memory import swap_memory
-from fusco.planner.distribution import NodeRouting
-from fusco.planner.forwarding import select_tokens
+from fusco.planner.dispatch_plan import NodeRouting, select_tokens
 from fusco.planner.owners import OwnerTables, warm_up_owners
 from fusco.planner.routing import INDEX_DTYPES
 

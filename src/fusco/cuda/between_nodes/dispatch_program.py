@@ -13,16 +13,14 @@ import torch
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
 from fusco.core.rows import row_bytes
-from fusco.cuda.between_nodes.message_rows import MessageRows
+from fusco.cuda.between_nodes.message_rows import MessageRows, RoutingMessages, first_messages
 from fusco.cuda.between_nodes.nccl import num_bytes_of
 from fusco.cuda.between_nodes.network import Network, SpareEvents
 from fusco.cuda.between_nodes.plan import InternodePlan, own_runs, runs_of_slice
-from fusco.cuda.between_nodes.routing_messages import RoutingMessages, first_messages
 from fusco.cuda.between_nodes.slice_sender import SliceSender, forwarded_starts, num_rows_per_slice
 from fusco.cuda.between_nodes.sum_program import InternodeSumProgram
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import MemoryAt, Value
-from fusco.cuda.kernels.events import record_event
 from fusco.cuda.kernels.plan import PlanMemory, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import (
     ForwardingAddresses,
@@ -32,7 +30,7 @@ from fusco.cuda.kernels.plan_forwarding import (
     message_bytes,
     plan_forwarding,
 )
-from fusco.cuda.kernels.program import TICKET, Program, Step
+from fusco.cuda.kernels.program import TICKET, Program, Step, record_event
 from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.cuda.within_node.own_rows import OwnRows

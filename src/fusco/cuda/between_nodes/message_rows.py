@@ -1,17 +1,25 @@
-"""Rows of a rank's messages to other nodes: counted by the device, or one for each token where nearly all are sent."""
+"""Messages of a rank to other nodes: routing, and rows, counted by the device or one for each token."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
 
 from fusco.core.errors import RowOverflowError
 from fusco.core.recent import Recent
 from fusco.core.rows import row_bytes
+from fusco.cuda.between_nodes.nccl import Message
 from fusco.cuda.context import CudaContext
 from fusco.cuda.failure import own_backlog
-from fusco.cuda.kernels.abi import ticket_after
+from fusco.cuda.kernels.abi import Memory, MemoryAt, ticket_after
 from fusco.cuda.kernels.plan_forwarding import ForwardingSummary, ForwardingTerms
 from fusco.cuda.tuning import MAX_EMPTY_BYTES
 from fusco.engine.base import DispatchRequest
+from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing
+
+_ALIGNMENT = 16
 
 
 class MessageRows:
@@ -84,3 +92,57 @@ class MessageRows:
             token, k = divmod(summary.bad_pair, routing.num_topk)
             raise ValueError(self._context.describe_invalid_id(token, k, summary.bad_id))
         return summary.num_rows_to_node
+
+
+class RoutingMessages:
+    """Routing sent to and received from the counterparts of a rank. Must live until all messages have been sent."""
+
+    def __init__(
+        self, routing: Routing, packed: torch.Tensor, traffic: InternodeTraffic, received: torch.Tensor | None = None
+    ) -> None:
+        """Prepare the messages of this rank's routing, ``packed`` by ``plan_forwarding``.
+
+        ``received`` is memory of the caller for what is received, uint8.
+        """
+        topology, rank, weights = traffic.lanes.topology, traffic.rank, routing.topk_weights
+        self._routing, self._packed = routing, packed
+        remotes, local = topology.remote_nodes(rank), topology.rank_to_local[rank]
+        peers = [topology.node_to_ranks[remote][local] for remote in remotes]
+        # Ids are int32 and last, as they are no wider than weights: so both are aligned without a gap.
+        self._weight_bytes = 0 if weights is None else routing.num_topk * weights.element_size()
+        row_bytes = self._weight_bytes + routing.num_topk * 4
+        self._num_incoming = [traffic.num_rows[peer][traffic.node] for peer in peers]
+        most = max(1, -(-max(self._num_incoming) * row_bytes // _ALIGNMENT)) * _ALIGNMENT
+        shape = len(peers), most
+        self._incoming = packed.new_empty(shape) if received is None else first_messages(received, *shape)
+        outgoing = [traffic.num_rows[rank][remote] * row_bytes for remote in remotes]
+        incoming = [num_rows * row_bytes for num_rows in self._num_incoming]
+        self.sends = _messages(peers, self._packed, outgoing)
+        self.receives = _messages(peers, self._incoming, incoming)
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing that is sent, and memory for what is received."""
+        return self._packed, self._incoming
+
+    @property
+    def received(self) -> list[tuple[Memory, Memory | None]]:
+        """Ids and weights that are received."""
+        own = self._routing
+        known: list[tuple[Memory, Memory | None]] = []
+        for i, num_rows in enumerate(self._num_incoming):
+            at = self._incoming.data_ptr() + i * self._incoming.shape[1]
+            weights = None if own.topk_weights is None else MemoryAt(at, own.topk_weights.element_size())
+            known.append((MemoryAt(at + num_rows * self._weight_bytes, 4), weights))
+        return known
+
+
+def first_messages(memory: torch.Tensor, num_messages: int, num_bytes: int) -> torch.Tensor:
+    """Return room for messages at the beginning of memory, uint8 (num_messages, num_bytes)."""
+    return memory[: num_messages * num_bytes].view(num_messages, num_bytes)
+
+
+def _messages(peers: Sequence[int], memory: torch.Tensor, sizes: Sequence[int]) -> list[Message]:
+    """Return the messages in the rows of ``memory`` to or from each peer, except for empty ones."""
+    places = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, memory.shape[1])
+    return [Message(peer, place, size) for peer, place, size in zip(peers, places, sizes, strict=True) if size]

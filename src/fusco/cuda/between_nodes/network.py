@@ -8,6 +8,7 @@ Messages that were captured in a CUDA graph are watched as long as the communica
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 import warnings
@@ -18,13 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from fusco.control.member_gather import Gather
-from fusco.control.peer_watch import Grace
-from fusco.control.watchdog import Watchdog
+from fusco.control.watchdog import Grace, Watchdog
 from fusco.core.errors import Stall, TransportError
 from fusco.core.threads import limit_now, within
 from fusco.cuda.between_nodes.nccl import Message, NcclTransport
-from fusco.cuda.between_nodes.replayed_messages import ReplayedMessages
 from fusco.cuda.gpu import Gpu
+from fusco.cuda.kernels.abi import pinned
 from fusco.cuda.kernels.program import NativeCall
 from fusco.cuda.tuning import channels_per_peer
 
@@ -33,6 +33,7 @@ _POLL_INTERVAL_S = 0.02
 _ENDING = 0.25
 # NCCL keeps what graphs use until they are deleted. If they are, it ends sooner than this; source not recorded.
 _ENDING_WITH_GRAPHS_S = 0.5
+_IS_WAITING, _IS_OLD = range(2)
 
 
 def messages_of(memories: Iterable[tuple[int, torch.Tensor]]) -> list[Message]:
@@ -124,11 +125,7 @@ class Network:
         return done
 
     def prepare(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        what: str,
-        stream: torch.cuda.Stream,
+        self, sends: Sequence[Message], receives: Sequence[Message], what: str, stream: torch.cuda.Stream
     ) -> PreparedMessages:
         """Prepare a group of messages for a program; ranks must be connected."""
         calls = self._nccl.calls(sends, receives, stream.cuda_stream)
@@ -190,12 +187,7 @@ class NcclWatchdog:
     """Thread that limits the waits of NCCL kernels."""
 
     def __init__(
-        self,
-        nccl: NcclTransport,
-        watchdog: Watchdog,
-        timeout_s: float,
-        gpu: Gpu,
-        on_stall: Callable[[], None],
+        self, nccl: NcclTransport, watchdog: Watchdog, timeout_s: float, gpu: Gpu, on_stall: Callable[[], None]
     ) -> None:
         """``on_stall`` is called in the watchdog thread, before it aborts NCCL."""
         self._nccl, self._watchdog, self._timeout_s, self._gpu = nccl, watchdog, timeout_s, gpu
@@ -264,3 +256,51 @@ class NcclWatchdog:
         self._in_flight.clear()
         self._on_stall()
         self._nccl.abort()
+
+
+class ReplayedMessages:
+    """Words that the device writes before and after messages of a graph, and one thread of the host reads.
+
+    The device sets the first word before the messages, and clears both after them. The reader sets the second one, so
+    it sees whether any messages have completed since it last looked.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, device = gpu, gpu.device
+        self._memory = pinned(torch.zeros(2, dtype=torch.int32, device="cpu"), device)
+        self._waiting, self._done = (torch.full((n,), 2 - n, dtype=torch.int32, device=device) for n in (1, 2))
+        self._words = (ctypes.c_int32 * 2).from_address(self._memory.data_ptr())
+        self._peers: set[int] = set()
+        self._since = 0.0
+
+    @property
+    def are_captured(self) -> bool:
+        """True once messages were captured: a graph may replay them at any time."""
+        return bool(self._peers)
+
+    def begin(self, stream: torch.cuda.Stream, peers: tuple[int, ...]) -> None:
+        """Capture the beginning of messages with some ranks."""
+        self._peers.update(peers)
+        with self._gpu.on(stream):
+            self._memory[:1].copy_(self._waiting, non_blocking=True)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        """Capture the end of messages."""
+        with self._gpu.on(stream):
+            self._memory.copy_(self._done, non_blocking=True)
+
+    @property
+    def are_waiting(self) -> bool:
+        """True while the device waits for messages of a graph."""
+        return bool(self._words[_IS_WAITING])
+
+    def wait_s(self) -> float:
+        """Return how long none of them have completed although the device waits for some; for one thread."""
+        now = time.monotonic()
+        if not (self._words[_IS_WAITING] and self._words[_IS_OLD]):
+            self._since, self._words[_IS_OLD] = now, 1
+        return now - self._since
+
+    def stall(self) -> Stall:
+        """Return the wait for all ranks that messages of graphs come from."""
+        return Stall("the network", tuple(sorted(self._peers)), "messages of a replayed graph", "not all of them")

@@ -24,18 +24,15 @@ from typing import Any, cast
 import torch
 
 from fusco.core.errors import MismatchError
-from fusco.core.groups import Groups
-from fusco.core.lanes import Lanes
+from fusco.core.lanes import Groups, Lanes
 from fusco.core.profile import Call, CallProfile
 from fusco.core.recent import Recent
 from fusco.core.rows import aligned, plain, row_bytes
 from fusco.cuda.between_nodes.dispatch_program import DispatchMaker, InternodeDispatchProgram
-from fusco.cuda.between_nodes.message_rows import MessageRows
+from fusco.cuda.between_nodes.message_rows import MessageRows, RoutingMessages
 from fusco.cuda.between_nodes.network import Network
 from fusco.cuda.between_nodes.plan import InternodePlan
-from fusco.cuda.between_nodes.routing_messages import RoutingMessages
-from fusco.cuda.between_nodes.slice_ring import SliceRing
-from fusco.cuda.between_nodes.slice_sender import SliceSender, forwarded_starts, num_rows_per_slice
+from fusco.cuda.between_nodes.slice_sender import SliceRing, SliceSender, forwarded_starts, num_rows_per_slice
 from fusco.cuda.between_nodes.slice_sums import SliceSums, with_internode_sms
 from fusco.cuda.between_nodes.sum_program import InternodeSumProgram, SumMaker
 from fusco.cuda.context import CudaContext
@@ -50,13 +47,11 @@ from fusco.cuda.kernels.plan_forwarding import (
 )
 from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.repeated_calls import RepeatedCalls
-from fusco.cuda.within_node.output_bound import affordable_bound_of
 from fusco.cuda.within_node.own_rows import OwnRows, Transfer
-from fusco.cuda.within_node.planning import DevicePlanner
+from fusco.cuda.within_node.planning import DevicePlanner, affordable_bound_of
 from fusco.cuda.within_node.programs import narrow, new_outputs, run_dispatch, shapes_of
-from fusco.engine.agreed_lanes import agreed_lanes
+from fusco.engine.agreed_lanes import PublishedRows, agreed_lanes
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, LateRejection, Pending, RedispatchRequest
-from fusco.engine.published_rows import PublishedRows
 from fusco.planner.balancer import is_builtin
 from fusco.planner.internode import InternodeTraffic
 from fusco.planner.routing import Routing

@@ -9,15 +9,14 @@ import torch
 
 from fusco.core.config import Launch
 from fusco.core.profile import Call
+from fusco.core.quantization import dequantize_rows
 from fusco.core.rows import accumulation_dtype
 from fusco.core.wire import Wire
 from fusco.cuda.between_nodes.nccl import Message, num_bytes_of
 from fusco.cuda.between_nodes.network import Network
 from fusco.cuda.between_nodes.plan import InternodePlan
-from fusco.cuda.between_nodes.slice_ring import SliceRing
-from fusco.cuda.between_nodes.slice_sender import num_rows_per_slice
+from fusco.cuda.between_nodes.slice_sender import SliceRing, num_rows_per_slice
 from fusco.cuda.between_nodes.sum_program import returning_sums
-from fusco.cuda.between_nodes.wire_rows import read_sums, write_sums
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import RowsAt
 from fusco.cuda.kernels.add_returned import ReturnedSums, add_returned
@@ -25,6 +24,7 @@ from fusco.cuda.kernels.combine_rows import combine_rows
 from fusco.cuda.kernels.held_rows import HeldRows
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.node_barrier import node_barrier
+from fusco.cuda.kernels.quantize_rows import quantize_rows
 from fusco.cuda.tuning import INTERNODE_SMS
 from fusco.engine.base import CombineRequest
 
@@ -135,3 +135,27 @@ class SliceSums:
         )
         summed.launch(stream.cuda_stream)
         call.profile.count_sms(summed.grid)
+
+
+def write_sums(launcher: Launcher, sums: torch.Tensor, wire: Wire, slot: torch.Tensor) -> None:
+    """Write float32 sums (num_rows, hidden) to the first bytes of a slot as rows of the wire; the launcher's stream.
+
+    The kernel writes codes and scales apart; two copies of PyTorch put them together.
+    """
+    assert wire.quantize is not None
+    num_rows, hidden = sums.shape
+    values = sums.new_empty(num_rows, hidden, dtype=torch.uint8)
+    scales = sums.new_empty(num_rows, hidden // wire.quantize.columns)
+    quantize_rows(launcher, sums, wire.quantize, values, scales)
+    rows = slot[: num_rows * wire.width].view(num_rows, wire.width)
+    rows[:, :hidden].copy_(values)
+    rows[:, hidden:].copy_(scales.view(torch.uint8))
+
+
+def read_sums(rows: torch.Tensor, wire: Wire, hidden: int) -> torch.Tensor:
+    """Return sums (num_rows, hidden) of rows of the wire (num_rows, width): float32 if they are quantised."""
+    if wire.quantize is None:
+        return rows
+    values = rows[:, :hidden].contiguous().view(torch.float8_e4m3fn)
+    scales = rows[:, hidden:].contiguous().view(torch.float32)
+    return dequantize_rows(values, scales, wire.quantize, torch.float32)

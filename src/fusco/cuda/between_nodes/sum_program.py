@@ -18,15 +18,13 @@ from fusco.core.rows import accumulation_dtype
 from fusco.cuda.between_nodes.nccl import Message, num_bytes_of
 from fusco.cuda.between_nodes.network import Network, SpareEvents
 from fusco.cuda.between_nodes.plan import InternodePlan, own_runs, runs_of_slice
-from fusco.cuda.between_nodes.slice_ring import SliceRing
-from fusco.cuda.between_nodes.slice_sender import num_rows_per_slice
+from fusco.cuda.between_nodes.slice_sender import SliceRing, num_rows_per_slice
 from fusco.cuda.context import CudaContext
 from fusco.cuda.kernels.abi import RowsAt, Value
 from fusco.cuda.kernels.add_returned import ReturnedSums, add_returned
 from fusco.cuda.kernels.combine_rows import combine_rows
-from fusco.cuda.kernels.events import record_event, wait_for_event
 from fusco.cuda.kernels.plan_forwarding import ForwardingAddresses
-from fusco.cuda.kernels.program import Program, Step
+from fusco.cuda.kernels.program import Program, Step, record_event, wait_for_event
 from fusco.cuda.within_node.programs import Outputs, PlanProgram, new_outputs
 from fusco.planner.internode import InternodeTraffic
 

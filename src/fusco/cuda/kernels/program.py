@@ -11,14 +11,15 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from fusco.control.atomics import load_acquire_at, store_release_at
+from fusco.control.flags import load_acquire_at, store_release_at
 from fusco.control.machine_calls import NUM_ARGUMENTS, NUM_YIELD_WORDS, call_at, yield_since, yield_words
 from fusco.core.compiled import compiled
+from fusco.core.errors import LaunchError
 from fusco.core.timeline import NoTimeline, Timeline
 from fusco.cuda.kernels.abi import Number, Value
 from fusco.cuda.kernels.comm import Report
 from fusco.cuda.kernels.launcher import KernelCall
-from fusco.cuda.kernels.library import BoundLaunch
+from fusco.cuda.kernels.library import BoundLaunch, Library
 
 TICKET = Value(0)  # what a plan reports; 0 for none
 NOT_REPORTED, HAS_ERROR = -1, -2  # outcomes of a wait
@@ -83,12 +84,7 @@ class Program:
     """Kernels on one stream, and other calls, to be launched any number of times: each time with other values."""
 
     def __init__(
-        self,
-        calls: Sequence[Step],
-        num_values: int,
-        stream: int,
-        report: int = 0,
-        patience_ms: float = 0.2,
+        self, calls: Sequence[Step], num_values: int, stream: int, report: int = 0, patience_ms: float = 0.2
     ) -> None:
         """Copy the arguments of what is to be called one after the other.
 
@@ -183,3 +179,17 @@ def warm_up_programs() -> None:
     words[_REPORT] = report.ctypes.data
     _launch(words, np.zeros(1, dtype=np.int64))
     _wait(words, 0)
+
+
+def record_event(library: Library, stream: int, event: Number) -> NativeCall:
+    """Return the call that records an event on a stream; both are handles."""
+    return NativeCall(library.address_of("cuEventRecord"), (event, stream), partial(_fail, "recorded"))
+
+
+def wait_for_event(library: Library, stream: int, event: Number) -> NativeCall:
+    """Return the call that lets a stream wait for an event; both are handles."""
+    return NativeCall(library.address_of("cuStreamWaitEvent"), (stream, event, 0), partial(_fail, "waited for"))
+
+
+def _fail(done: str, result: int) -> None:
+    raise LaunchError(f"an event could not be {done}: error {result} of the CUDA driver")

@@ -75,7 +75,15 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
     rows = torch.zeros(1, shape.hidden, dtype=shape.dtype, device="cpu")
     payload, at = Payload(address=0, row_bytes=rows.nbytes), RowsAt.of(rows)
     for num_rows in ROWS_OF_EACH_SHAPE:
-        plan = _plan_of(shape, num_rows, weights)
+        plan = DevicePlan(
+            rank=0,
+            placement=ExpertPlacement.contiguous(1, 1),
+            first_row=tuple(num_rows * rank // shape.num_ranks for rank in range(shape.num_ranks + 1)),
+            held=(0,),
+            num_topk=shape.num_topk,
+            num_slots=0,
+            tables=PlanTensors.of(PlanShape(0, 0, shape.num_topk, 1, weights.dtype), torch.device("cpu")),
+        )
         tables = _tables(launcher.num_ranks)
         _launch_plan(launcher, tables, plan, PublishedRouting(0, ids, weights))
         routing = OwnRouting(ids, tables.expert_to_rank) if pushes_early(num_rows) else None
@@ -87,19 +95,6 @@ def warm_up_cuda(compiler: Compiler, shape: KernelShape) -> list[str]:
         scatter_rows(launcher, plan, plan.all_rows, [payload], [0] * shape.num_ranks, terms._replace(routing=None))
     weight_gradients.launch(library, 0, rows, rows, weights[:, 0].contiguous())
     return list(library.names)
-
-
-def _plan_of(shape: KernelShape, num_rows: int, weights: torch.Tensor) -> DevicePlan:
-    """Return a plan of so many rows of all ranks, without memory for them."""
-    return DevicePlan(
-        rank=0,
-        placement=ExpertPlacement.contiguous(1, 1),
-        first_row=tuple(num_rows * rank // shape.num_ranks for rank in range(shape.num_ranks + 1)),
-        held=(0,),
-        num_topk=shape.num_topk,
-        num_slots=0,
-        tables=PlanTensors.of(PlanShape(0, 0, shape.num_topk, 1, weights.dtype), torch.device("cpu")),
-    )
 
 
 def _tables(num_ranks: int) -> PlanTables:

@@ -10,7 +10,7 @@ from fusco.core.memory_size import MemorySize
 from fusco.cuda.kernels.abi import CHUNK_PAIRS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.tuning import EXCHANGE_LANES, MAX_PARTS, NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
-from fusco.planner.rank_links import most_crossing_rows
+from fusco.planner.rank_lanes import most_crossing_rows
 
 MAX_PAYLOADS = 8  # per dispatch
 _PAIR_BYTES = 4 + 8  # of an expert id and the widest weight

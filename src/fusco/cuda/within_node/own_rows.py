@@ -42,11 +42,7 @@ class OwnRows:
         self._known_offsets: Recent[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = Recent()
 
     def scatter(
-        self,
-        plan: DevicePlan,
-        held: HeldRows,
-        transfer: Transfer,
-        num_slots: int | None = None,
+        self, plan: DevicePlan, held: HeldRows, transfer: Transfer, num_slots: int | None = None
     ) -> list[torch.Tensor]:
         """Return the outputs, filled with the tokens of this node's ranks.
 
@@ -64,12 +60,7 @@ class OwnRows:
         return outputs
 
     def scatter_held(
-        self,
-        what: str,
-        plan: DevicePlan,
-        held: HeldRows,
-        payloads: Sequence[Payload],
-        transfer: Transfer,
+        self, what: str, plan: DevicePlan, held: HeldRows, payloads: Sequence[Payload], transfer: Transfer
     ) -> None:
         """Scatter rows that the ranks of the node hold: ``"own rows"`` first, then slices that they forward."""
         stream, num_sms = transfer.stream, transfer.launch.num_sms

@@ -101,12 +101,7 @@ class DispatchProgram(CallProgram):
         """Return memory for the rows, none if that depends on the plan; ``RuntimeError`` if there is not enough."""
         return [] if self.num_slots is None else self._outputs.new(self.num_slots, self._of_plan.rows_per_expert)
 
-    def run(
-        self,
-        outputs: list[torch.Tensor],
-        payloads: Sequence[torch.Tensor],
-        routed: Routed,
-    ) -> DevicePlan:
+    def run(self, outputs: list[torch.Tensor], payloads: Sequence[torch.Tensor], routed: Routed) -> DevicePlan:
         """Launch it, once all ranks agree, into these outputs, and return the plan; ``finish`` must follow.
 
         If the outputs depend on the plan, wait for its size and add them to the list.
@@ -135,11 +130,7 @@ class DispatchProgram(CallProgram):
         return DevicePlan(tables, *self._of_plan, num_slots, capture)
 
     def launch_rows(
-        self,
-        plan: DevicePlan,
-        outputs: Sequence[torch.Tensor],
-        payloads: Sequence[torch.Tensor],
-        routed: Routed,
+        self, plan: DevicePlan, outputs: Sequence[torch.Tensor], payloads: Sequence[torch.Tensor], routed: Routed
     ) -> None:
         """Launch rows along a plan whose size is known."""
         addresses = map(address_of, (*payloads, *outputs))

@@ -23,9 +23,8 @@ from fusco.cuda.kernels.spares import SpareLimit
 from fusco.cuda.repeated_calls import RepeatedCalls
 from fusco.cuda.tuning import pushes_early
 from fusco.cuda.within_node.device_plan import DevicePlan
-from fusco.cuda.within_node.output_bound import affordable_bound_of
 from fusco.cuda.within_node.own_rows import OwnRows
-from fusco.cuda.within_node.planning import DevicePlanner, PlanSizes
+from fusco.cuda.within_node.planning import DevicePlanner, PlanSizes, affordable_bound_of
 from fusco.cuda.within_node.programs import (
     DispatchProgram,
     Outputs,
@@ -35,8 +34,8 @@ from fusco.cuda.within_node.programs import (
     run_dispatch,
     shapes_of,
 )
+from fusco.engine.agreed_lanes import PublishedRows
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
-from fusco.engine.published_rows import PublishedRows
 from fusco.planner.routing import Routing
 
 

@@ -1,11 +1,15 @@
-"""Events as DeepEP passes them: of the stream that is current when one is captured."""
+"""Events as DeepEP passes them, of the stream that is current when one is captured; and waits for each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
+
+from fusco.api.communicator import Communicator
+from fusco.core.current_stream import is_capturing
 
 
 class EventHandle:
@@ -76,3 +80,25 @@ def wait_for(*previous_events: EventOverlap | EventHandle | None) -> None:
 def finished(is_asynchronous: bool) -> EventOverlap:
     """Return an event after everything on the current stream; without one unless the caller wants to wait for it."""
     return EventOverlap(EventHandle() if is_asynchronous else None)
+
+
+def waits_for_ranks(comm: Communicator, verb: str, num_ranks: int, device: torch.device) -> list[int]:
+    """Return how much later than this one each rank has come to a call, in nanoseconds; two collectives.
+
+    Ranks need no common clock: each measures how long it waits for the last of all, and tells that to the others. So
+    the costs are right to the time that an agreement takes. A rank has come once its device has done what was launched
+    on the current stream: the host waits for it, and cannot in the capture of a graph (``ValueError``).
+    """
+    if is_capturing():
+        raise ValueError(
+            f"the waits of a {verb} are measured by the host, which is not in a CUDA graph: give no statistics"
+        )
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    begin = perf_counter_ns()
+    comm.agree(f"arrival at a {verb}")
+    waited = perf_counter_ns() - begin
+    costs, numbers = [0] * num_ranks, comm.topology.numbers
+    for number, (of_rank,) in zip(numbers, comm.agree(f"waits of a {verb}", [waited]), strict=True):
+        costs[number] = max(0, waited - of_rank)
+    return costs

@@ -17,16 +17,13 @@ import torch.distributed as dist
 from fusco.core.config import Launch, StaticRows
 from fusco.core.current_stream import capture_number
 from fusco.core.integers import check_integer
-from fusco.integrations.along_handles import require_handle, require_shape
+from fusco.integrations.along_handles import KeptTensors, require_handle, require_shape
 from fusco.integrations.deep_ep.base import SIZE_HINT, BufferBase
-from fusco.integrations.deep_ep.events import EventOverlap, finished
-from fusco.integrations.deep_ep.low_latency_handle import LowLatencyHandle
+from fusco.integrations.deep_ep.events import EventOverlap, finished, waits_for_ranks
+from fusco.integrations.deep_ep.low_latency_handle import LowLatencyHandle, as_deep_ep_returns, fp8_format, nvfp4_rows
 from fusco.integrations.deep_ep.masks import MaskedCommunicator
-from fusco.integrations.deep_ep.row_formats import as_deep_ep_returns, fp8_format, nvfp4_rows
-from fusco.integrations.deep_ep.wait_costs import waits_for_ranks
 from fusco.integrations.expert_rows import ExpertRows, SentRows
 from fusco.integrations.group_communicators import GroupCommunicators
-from fusco.integrations.kept_tensors import KeptTensors
 
 Hook = Callable[[], None]
 _Result = TypeVar("_Result")

@@ -15,9 +15,8 @@ from fusco.api.communicator import Communicator
 from fusco.core.checked_ids import num_topk_of, require_ranks_of
 from fusco.core.config import Launch, StaticRows
 from fusco.core.current_stream import is_capturing
-from fusco.integrations.along_handles import SentHandle, require_shape
+from fusco.integrations.along_handles import KeptTensors, SentHandle, require_shape
 from fusco.integrations.group_communicators import GroupCommunicators
-from fusco.integrations.kept_tensors import KeptTensors
 from fusco.integrations.routing_maps import scattered
 
 _MAX_RANKS_OF_A_TOKEN = 32  # a warp's lanes

@@ -235,7 +235,7 @@ bool configure_socket(int fd, int family, bool defers);
 enum { IS_FREE, IS_PENDING, IS_WAITED_FOR, IS_DONE };
 enum result { SUCCESS, MESSAGE_TOO_LARGE, CHANNEL_CLOSED, PEER_LOST, PEER_LEFT, ENDPOINT_FAILED, WAS_FORKED };
 
-struct request { /* of the caller, who may free it once it is done; Python's twin is in fusco/rails/request.py */
+struct request { /* of the caller, who may free it once it is done; Python's twin is in fusco/rails/channel.py */
   struct request *next; /* posted, not yet taken by the loop */
   char *data;
   uint64_t size;      /* of the buffer */

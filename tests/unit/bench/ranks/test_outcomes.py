@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from fusco.bench.ranks import joined_world
+from fusco.bench.ranks import torchrun
 from fusco.bench.ranks.failures import RankFailedError, RankFailure, ReportedElsewhereError
-from fusco.bench.ranks.joined_world import Outcomes
+from fusco.bench.ranks.torchrun import Outcomes
 
 FAILURE = RankFailure("ValueError: no room for 3")
 
@@ -15,7 +15,7 @@ FAILURE = RankFailure("ValueError: no room for 3")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name, seconds in (("_GRACE_S", 0.3), ("_REPORT_S", 0.02), ("_POLL_S", 0.01)):
-        monkeypatch.setattr(joined_world, name, seconds)
+        monkeypatch.setattr(torchrun, name, seconds)
 
 
 def settle(*failures, silent=()):
@@ -54,7 +54,7 @@ def test_a_rank_that_goes_on_is_not_waited_for():
 
 
 def test_without_rank_0_ranks_raise_their_errors(monkeypatch):
-    monkeypatch.setattr(joined_world, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(torchrun, "_LIMIT_S", 0.1)
     failed, fine = settle(None, FAILURE, None, silent=[0])
     assert failed is None, "it raises its own error"
     assert "rank 0 gave no result within 0.1 s" in str(fine)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fusco.cli.explore.experts import experts_view
-from fusco.cli.explore.page import Page
 from fusco.cli.explore.stages import stage_views
-from fusco.cli.explore.traffic import Dispatch, copies_view, links_view, matrix_view
+from fusco.cli.explore.traffic import Dispatch, copies_view, experts_view, links_view, matrix_view
+from fusco.cli.explore.views import Page
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.placement import Balance

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from explored import page_of, simulation, variant
 
-from fusco.cli.explore.page import Page, write_page
 from fusco.cli.explore.records import record_views
+from fusco.cli.explore.views import Page, write_page
 from fusco.placement import Balance
 
 OPENS_MS = 2000

@@ -8,9 +8,8 @@ from importlib import resources
 import pytest
 from explored import page_of
 
-from fusco.cli.explore import page as page_module, views
-from fusco.cli.explore.page import SCRIPTS, STYLES, Page, write_page
-from fusco.cli.explore.views import View
+from fusco.cli.explore import views
+from fusco.cli.explore.views import SCRIPTS, STYLES, Page, View, write_page
 
 ASSETS = resources.files("fusco.cli.explore").joinpath("assets")
 KINDS = [each for each in vars(views).values() if isinstance(each, type) and issubclass(each, View) and each != View]
@@ -64,7 +63,7 @@ def test_a_file_that_fails_leaves_the_earlier_one(small, tmp_path, monkeypatch):
     path = tmp_path / "plan.html"
     write_page(small[0], path)
     before = path.read_text()
-    monkeypatch.setattr(page_module, "_asset", lambda name: 1 / 0)
+    monkeypatch.setattr(views, "_asset", lambda name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_page(small[0], path)
     assert path.read_text() == before == small[1]

@@ -7,9 +7,17 @@ import pytest
 import torch
 from explored import BYTES_PER_ROW, drawn_dispatch, large_dispatch
 
-from fusco.cli.explore.experts import experts_view
 from fusco.cli.explore.stages import stage_views
-from fusco.cli.explore.traffic import MAX_CELLS, Dispatch, copies_of, copies_view, links_view, matrix_view, node_matrix
+from fusco.cli.explore.traffic import (
+    MAX_CELLS,
+    Dispatch,
+    copies_of,
+    copies_view,
+    experts_view,
+    links_view,
+    matrix_view,
+    node_matrix,
+)
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.placement import Balance

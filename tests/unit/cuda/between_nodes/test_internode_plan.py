@@ -18,7 +18,7 @@ from fusco.cuda.kernels.held_rows import HeldRows, longest_of
 from fusco.cuda.kernels.plan import PlanShape, PlanTensors, _joined
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
 from fusco.cuda.within_node.device_plan import _concatenated
-from fusco.planner.forwarding import select_tokens
+from fusco.planner.dispatch_plan import select_tokens
 from fusco.planner.internode import InternodeTraffic, Piece
 from fusco.planner.routing import Routing
 from generator import KINDS, Case, number_of

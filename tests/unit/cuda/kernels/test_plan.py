@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from comparison import assert_same_bits
 from fusco.core.placement import ExpertPlacement
 from fusco.cpu.kernels.plan_pairs import plan_pairs
-from fusco.planner.distribution import NodeRouting
-from fusco.planner.forwarding import mark_destinations
+from fusco.planner.dispatch_plan import NodeRouting, mark_destinations
 from generator import KINDS, Case, number_of
 from reference.plan import DROPPED, NOT_HERE, mark_ranks, plan_slots
 

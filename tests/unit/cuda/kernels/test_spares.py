@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 
 from fusco import Capacity, Groups, Lanes, Settings, Topology
-from fusco.cuda.between_nodes.routing_messages import RoutingMessages, first_messages
+from fusco.cuda.between_nodes.message_rows import RoutingMessages, first_messages
 from fusco.cuda.kernels.plan import PlanMemory, PlanShape
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES, SpareLimit

@@ -11,8 +11,8 @@ from simulated_nodes import Rank, World
 
 from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
 from fusco.cuda.memory.layout import DeviceLayout
-from fusco.cuda.within_node import output_bound
-from fusco.cuda.within_node.output_bound import affordable_bound
+from fusco.cuda.within_node import planning
+from fusco.cuda.within_node.planning import affordable_bound
 from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
@@ -71,7 +71,7 @@ def rows_of_dispatch(num_ranks: int) -> list[tuple[torch.Tensor, list[str]]]:
 def test_rows_are_the_same_and_the_host_waits_after_the_last_launch(num_ranks, monkeypatch):
     at_once = rows_of_dispatch(num_ranks)
     affordable_bound.cache_clear()
-    monkeypatch.setattr(output_bound, "MAX_EXTRA_BYTES", -1)
+    monkeypatch.setattr(planning, "MAX_EXTRA_BYTES", -1)
     one_by_one = rows_of_dispatch(num_ranks)
     for (rows, deeds), (expected, others) in zip(at_once, one_by_one, strict=True):
         assert torch.equal(rows, expected)

@@ -1,4 +1,4 @@
-// Shared by all views: elements, numbers, colours, tables. All scripts of the page are one, in the order of page.py.
+// Shared by all views: elements, numbers, colours, tables. All scripts of the page are one, in the order of views.py.
 "use strict";
 
 /** @typedef {{anchor: string, question: string, title: string, reading: string}} View */
