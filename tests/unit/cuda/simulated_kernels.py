@@ -366,26 +366,6 @@ class SimulatedKernel(OwnerKernels, BoundByAddress):
 
         stream.launch("copying segments", copy)
 
-    def _exchange_rows(self, stream: Stream, args: Any) -> None:
-        """Runs travel whole, by ``words.runs``: number of the launch, source and destination."""
-        words, rank, ranks, number = self._words, args.comm.rank, range(self._constants["NUM_RANKS"]), [0]
-        of_input, of_output = ([0, *ends] for ends in (args.input_ends, args.output_ends))
-
-        def send() -> None:
-            number[0] = words.exchanges[rank] + 1
-            for dst in ranks:
-                run = self._at(args.input + of_input[dst], torch.uint8, (of_input[dst + 1] - of_input[dst],))
-                words.runs[number[0], rank, dst] = run.clone()
-            words.exchanges[rank] = number[0]
-
-        def receive() -> None:
-            for src in ranks:
-                run = words.runs.pop((number[0], src, rank))
-                self._at(args.output + of_output[src], torch.uint8, (of_output[src + 1] - of_output[src],)).copy_(run)
-
-        stream.launch("sending rows", send)
-        stream.launch("receiving rows", receive, lambda: min(words.exchanges) >= number[0])
-
     def _quantize_rows(self, stream: Stream, args: Any) -> None:
         quantize = _FORMATS[self._constants["RULE"]](self._constants["BLOCK"], self._constants["SCALE_BYTES"])
 
