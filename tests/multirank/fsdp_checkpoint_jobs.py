@@ -198,8 +198,8 @@ def export(_: dist.ProcessGroup, run: Run, path: Path) -> dict[str, torch.Tensor
 
 
 def export_files(_: dist.ProcessGroup, run: Run, path: Path, max_file_bytes: int) -> None:
-    """Write for transformers."""
-    with _trainer(run) as (model, _):
+    """Write for transformers, in the smallest parts."""
+    with _trainer(run) as (model, _), mock.patch("fusco.fsdp.gathered_parts._SMALL_BYTES", 0):
         fsdp.save_hugging_face(path, model, max_file_bytes=max_file_bytes)
 
 

@@ -6,6 +6,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,8 +62,10 @@ def round_trips(_: dist.ProcessGroup, kind: str, path: Path) -> RoundTrips:
         except ValueError as error:
             trips.rejected[name] = str(error)
         else:
-            # A file for each block, of one class.
-            trips.faults[name] = _faults(model, weights, path / name, 1 << 30 if trips.faults else 1)
+            # Of one class in the smallest parts, and in a file for each block.
+            limits = (4 << 20, 1 << 30) if trips.faults else (0, 1)
+            with mock.patch("fusco.fsdp.gathered_parts._SMALL_BYTES", limits[0]):
+                trips.faults[name] = _faults(model, weights, path / name, limits[1])
     return trips
 
 

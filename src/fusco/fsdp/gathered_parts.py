@@ -27,6 +27,7 @@ Weights = dict[str, Any]
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 _BYTES_AT_ONCE = 4 << 20  # that rank 0 receives from all ranks together, or copies from file to file
+_SMALL_BYTES = 4 << 20  # of weights that are written at once, since transformers writes its configuration each time
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A reader finds weights by these; it prefers the first of the two that name a model's.
 _ENTRIES = {SINGLE, INDEX, "adapter_model.safetensors"}
@@ -37,14 +38,14 @@ _UNFINISHED = ".unfinished-"
 def plan_parts(model: nn.Module) -> list[list[str]]:
     """Return the names of weights in each part that is gathered and written at once; equal on all ranks.
 
-    A part has at most the bytes of the model's largest weight. But tied weights stay together, and so does a block, or
-    all that is outside of blocks, if transformers converts it into other weights as a whole than in parts. Of a model
-    with adapters there are these, what they train, and what is outside of blocks.
+    A part has at most the bytes of the model's largest weight, or is small. But tied weights stay together, and so does
+    a block, or all that is outside of blocks, if transformers converts it into other weights as a whole than in parts.
+    Of a model with adapters there are these, what they train, and what is outside of blocks.
     """
     state: Mapping[str, Any] = get_model_state_dict(model)
     chosen = adapter_names(model, state) if is_adapted(model) else set(state)
     owners = {name: id(each) for name, each in model.state_dict(keep_vars=True).items()}
-    limit = max(map(_num_bytes, state.values()), default=0)
+    limit = max(_SMALL_BYTES, *map(_num_bytes, state.values()))
     blocks: dict[str, dict[object, list[str]]] = {"": {}}  # tied names by their owner, by block
     for name in filter(chosen.__contains__, state):
         found = _BLOCK.match(name)
