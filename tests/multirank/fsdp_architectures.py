@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ _CONFIG_TO_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def find_kinds() -> list[str]:
-    """Architectures, by their folders in transformers; nothing is imported."""
-    files = _MODELS.glob("*/modeling_*.py")
-    kinds = {file.parent.name for file in files if _STACKED_EXPERTS.search(file.read_text(encoding="utf-8"))}
+def find_kinds(names: Sequence[str] = ("",)) -> list[str]:
+    """Architectures, by their folders in transformers, whose code has one of the names; nothing is imported."""
+    sources = ((file.parent.name, file.read_text(encoding="utf-8")) for file in _MODELS.glob("*/modeling_*.py"))
+    kinds = {kind for kind, text in sources if _STACKED_EXPERTS.search(text) and any(name in text for name in names)}
     return sorted(kinds | {kind for kind in _AROUND_OTHERS if (_MODELS / kind).exists()})
 
 

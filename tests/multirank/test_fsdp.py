@@ -29,6 +29,7 @@ NORM_RTOL = 1e-6  # of loss and gradient norms; measured: up to 5.3e-7
 # There, too, the reference is one process on the CPU. A GPU adds in another order and computes exponentials
 # differently; on an H200 all differences are within this.
 SLACK_ON_CUDA = 10
+EITHER_DISPATCHER = pytest.mark.parametrize(("ep_size", "dispatcher"), [(2, "torch"), (4, "fusco")])
 
 
 def assert_small(differences, device="cpu"):
@@ -41,9 +42,16 @@ def assert_small(differences, device="cpu"):
     assert not wrong
 
 
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("expert_dim", [0, 1])
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def assert_that_of_one_process(world, job=jobs.differences_of_gradients, **of_run):
+    for differences in world.run(job, Run(**of_run)):
+        assert_small(differences, world.device)
+
+
+# Each size of groups with either dispatcher and either dimension, and these with each other: not all three with all.
+@pytest.mark.parametrize(
+    ("ep_size", "expert_dim", "dispatcher"),
+    [(1, 0, "fusco"), (1, 1, "torch"), (2, 0, "torch"), (2, 1, "fusco"), (4, 0, "fusco"), (4, 1, "torch")],
+)
 def test_gradients_are_those_of_one_process(four, ep_size, expert_dim, dispatcher):
     run = Run(ep_size=ep_size, expert_dim=expert_dim, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_gradients, run):
@@ -71,52 +79,42 @@ def test_a_dropped_token_would_be_seen(four):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize(("ep_size", "dispatcher"), [(1, "fusco"), (2, "torch"), (4, "fusco")])
 def test_three_clipped_steps_of_adamw(four, ep_size, dispatcher):
     run = Run(ep_size=ep_size, dispatcher=dispatcher)
     for differences in four.run(jobs.differences_of_training, run, 3):
         assert all(difference < 1e-4 for difference in differences.values()), differences
 
 
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("ep_size", [2, 4])
+@EITHER_DISPATCHER
 def test_ranks_without_labels(four, ep_size, dispatcher):
-    run = Run(ep_size=ep_size, nums_sequences=(0, 2, 0, 0), dispatcher=dispatcher)
-    for differences in four.run(jobs.differences_of_gradients, run):
+    assert_that_of_one_process(four, ep_size=ep_size, nums_sequences=(0, 2, 0, 0), dispatcher=dispatcher)
+
+
+@EITHER_DISPATCHER
+@pytest.mark.parametrize("nums_tokens", [(5, 0, 3, 8), (0, 0, 0, 2), (0, 0, 0, 0)])
+def test_ranks_without_tokens(four, nums_tokens, ep_size, dispatcher):
+    for differences in four.run(jobs.differences_of_a_block, Run(ep_size=ep_size, dispatcher=dispatcher), nums_tokens):
         assert_small(differences, four.device)
 
 
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("nums_tokens", [(5, 0, 3, 8), (0, 0, 0, 2), (0, 0, 0, 0)])
-def test_ranks_without_tokens(four, nums_tokens, dispatcher):
-    for ep_size in (2, 4):
-        run = Run(ep_size=ep_size, dispatcher=dispatcher)
-        for differences in four.run(jobs.differences_of_a_block, run, nums_tokens):
-            assert_small(differences, four.device)
-
-
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("ep_size", [2, 4])
+@EITHER_DISPATCHER
 def test_ranks_whose_experts_get_no_tokens(four, ep_size, dispatcher):
     for expert_dim in (0, 1):
-        run = Run(ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
-        for differences in four.run(jobs.differences_of_gradients, run):
-            assert_small(differences, four.device)
+        assert_that_of_one_process(four, ep_size=ep_size, is_starved=True, dispatcher=dispatcher, expert_dim=expert_dim)
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek-v3", "gpt-oss"])
 def test_other_architectures(four, kind):
     for ep_size, dispatcher in ((2, "fusco"), (4, "torch")):
-        run = Run(kind=kind, ep_size=ep_size, dispatcher=dispatcher)
-        for differences in four.run(jobs.differences_of_gradients, run):
-            assert_small(differences, four.device)
+        assert_that_of_one_process(four, kind=kind, ep_size=ep_size, dispatcher=dispatcher)
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "deepseek-v3", "gpt-oss"])
-def test_a_plan_for_every_batch_changes_no_gradient(four, kind, ep_size):
-    for expert_dim, recomputes in ((0, "none"), (1, "full"), (1, "selective"))[2 if ep_size == 4 else 0 :]:
+def test_a_plan_for_every_batch_changes_no_gradient(four, kind):
+    ways = ((2, 0, "none"), (2, 1, "full"), (2, 1, "selective"), (4, 1, "selective"))
+    chosen = {"qwen3": ways, "mixtral": (ways[0], ways[3]), "deepseek-v3": ways[2:], "gpt-oss": (ways[1], ways[3])}
+    for ep_size, expert_dim, recomputes in chosen[kind]:
         run = Run(kind=kind, ep_size=ep_size, expert_dim=expert_dim, recomputes=recomputes, spare_places=2)
         results = four.run(jobs.differences_with_balance, run)
         assert sum(num_copies for _, num_copies in results) > 0
@@ -125,9 +123,8 @@ def test_a_plan_for_every_batch_changes_no_gradient(four, kind, ep_size):
 
 
 def test_ranks_without_tokens_or_rows_have_copies_too(four):
-    for run in (Run(is_starved=True, spare_places=1, ep_size=4), Run(nums_sequences=(0, 2, 0, 0), spare_places=2)):
-        for differences in four.run(jobs.differences_of_gradients, run):
-            assert_small(differences, four.device)
+    assert_that_of_one_process(four, is_starved=True, spare_places=1, ep_size=4)
+    assert_that_of_one_process(four, nums_sequences=(0, 2, 0, 0), spare_places=2)
 
 
 @pytest.mark.cpu_only
@@ -136,21 +133,16 @@ def test_a_balance_needs_a_dispatcher_that_copies(four):
         assert raised == "balance needs a FuscoDispatcher, which can copy experts, not TorchDispatcher"
 
 
-@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("expert_dim", [0, 1])
+@pytest.mark.parametrize(("dp_replicate", "ep_size", "expert_dim"), [(2, 1, 0), (2, 2, 0), (2, 2, 1), (4, 1, 1)])
 def test_replicas(four, dp_replicate, ep_size, expert_dim):
-    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
-    for differences in four.run(jobs.differences_of_gradients, run):
-        assert_small(differences, four.device)
+    assert_that_of_one_process(four, ep_size=ep_size, dp_replicate=dp_replicate, expert_dim=expert_dim)
 
 
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("kind", ["qwen3", "deepseek-v3"])
 @pytest.mark.parametrize("recomputes", ["full", "selective", "by transformers"])
-def test_activation_checkpointing(four, kind, dispatcher, recomputes):
-    run = Run(kind=kind, recomputes=recomputes, dispatcher=dispatcher)
-    for differences in four.run(jobs.differences_of_gradients, run):
-        assert_small(differences, four.device)
+def test_activation_checkpointing(four, recomputes):
+    dispatchers = ("fusco", "torch") if recomputes == "selective" else ("torch", "fusco")
+    for kind, dispatcher in zip(("qwen3", "deepseek-v3"), dispatchers, strict=True):
+        assert_that_of_one_process(four, kind=kind, recomputes=recomputes, dispatcher=dispatcher)
 
 
 @pytest.mark.cpu_only
@@ -173,8 +165,7 @@ def test_the_next_block_and_its_experts_are_prefetched(four):
     assert backward == {"": second, "layers.1": first}
 
 
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
-@pytest.mark.parametrize("ep_size", [2, 4])
+@EITHER_DISPATCHER
 def test_narrow_gradients_are_those_of_one_process_with_wide_ones(four, ep_size, dispatcher):
     """Up to the rounding of bfloat16, with frozen routing; parameters and reduced gradients are float32."""
     for differences in four.run(jobs.differences_under_mixed_precision, Run(ep_size=ep_size, dispatcher=dispatcher)):
@@ -185,8 +176,7 @@ def test_narrow_gradients_are_those_of_one_process_with_wide_ones(four, ep_size,
 
 @pytest.mark.parametrize("ep_size", [2, 4])
 def test_gradient_accumulation(four, ep_size):
-    for differences in four.run(jobs.differences_of_accumulation, Run(ep_size=ep_size)):
-        assert_small(differences, four.device)
+    assert_that_of_one_process(four, jobs.differences_of_accumulation, ep_size=ep_size)
 
 
 @pytest.mark.cpu_only
@@ -332,8 +322,7 @@ def test_models_that_transformers_distributes(four, tmp_path, ep_size, tp_size):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("ep_size", [2, 4])
-@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+@pytest.mark.parametrize(("kind", "ep_size"), [("qwen3", 2), ("mixtral", 4)])
 def test_models_that_call_fusco_by_the_name_of_an_experts_implementation(four, kind, ep_size):
     for differences in four.run(transformers_jobs.differences_through_experts_functions, kind, ep_size):
         assert_small(differences)
@@ -380,10 +369,8 @@ def test_the_example_learns(tmp_path):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(("dp_replicate", "ep_size"), [(2, 2), (2, 4), (1, 2)])
-@pytest.mark.parametrize("dispatcher", ["fusco", "torch"])
+@pytest.mark.parametrize(("dp_replicate", "ep_size", "dispatcher"), [(2, 2, "fusco"), (2, 4, "torch"), (1, 2, "fusco")])
 def test_eight_ranks(eight, dp_replicate, ep_size, dispatcher):
     sequences = (1, 2, 1, 0, 1, 1, 3, 1)
-    run = Run(ep_size=ep_size, dp_replicate=dp_replicate, nums_sequences=sequences, dispatcher=dispatcher)
-    for differences in eight.run(jobs.differences_of_gradients, run):
-        assert_small(differences)
+    run = {"ep_size": ep_size, "dp_replicate": dp_replicate, "dispatcher": dispatcher}
+    assert_that_of_one_process(eight, nums_sequences=sequences, **run)

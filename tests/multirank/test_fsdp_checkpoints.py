@@ -35,11 +35,8 @@ def test_checkpoints_load_anywhere(four, two, tmp_path, expert_dim):
     for other in others:
         assert_same(other, saved)
     others = [(four, Run(ep_size=4)), (four, Run(ep_size=1, dp_replicate=2)), (two, Run(ep_size=2))]
-    for world, run in (
-        (four, Run(ep_size=2, expert_dim=expert_dim)),
-        (four, Run(ep_size=2, expert_dim=1 - expert_dim)),
-        *(others if expert_dim else ()),
-    ):
+    same = (four, Run(ep_size=2, expert_dim=expert_dim))
+    for world, run in ((four, Run(ep_size=2, expert_dim=1 - expert_dim)), *([same, *others] if expert_dim else ())):
         for loaded in world.run(jobs.load, run, tmp_path):
             assert_same(loaded, saved)
     assert_same(jobs.load_alone(tmp_path), saved)
