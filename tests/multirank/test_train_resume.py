@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="fusco train needs transformers: pip install 'transformers>=5.9'")
 
+from test_train import SMALL
+
 from fusco.cli.main import app
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"layers": 2, "hidden": 32, "num-experts": 8, "num-topk": 2, "moe-intermediate": 16, "tokens": 32, "length": 16}
-SMALL = [argument for name, size in SIZES.items() for argument in (f"--{name}", str(size))]
 RUN = [*SMALL, "--text-bytes", "100000", "--ranks", "2", "--dropout", "0.2", "--steps", "12"]
 
 
