@@ -12,15 +12,9 @@ import pytest
 from command_line import run
 
 import fusco
+from forked_interpreter import ForkedInterpreter
 from fusco.cli import main
-from fusco.core.requirements import (
-    LEAST_OF_FSDP,
-    RequirementError,
-    check_fsdp,
-    check_torch,
-    installed,
-    is_recent,
-)
+from fusco.core.requirements import LEAST_OF_FSDP, RequirementError, check_fsdp, check_torch, installed, is_recent
 from fusco.rails.board import Board
 
 
@@ -328,6 +322,12 @@ run()
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
+@pytest.fixture(scope="module")
+def without_torch():
+    with ForkedInterpreter("from fusco.cli.main import run") as interpreter:
+        yield interpreter
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -352,17 +352,14 @@ run()
         "warm-up --arch volta",
     ],
 )
-def test_wrong_values_are_refused_before_torch_is_imported(arguments):
+def test_wrong_values_are_refused_before_torch_is_imported(arguments, without_torch):
     """In a process of its own, as this one has torch."""
-    code = f"""
-import sys
-from fusco.cli.main import run
-sys.argv = ["fusco", *{arguments.split()}]
+    code = """
 try:
     run()
 finally:
     assert "torch" not in sys.modules, "torch was imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
+    (done,) = without_torch.run(code, arguments.split())
+    assert done.code == 2, done.stderr
     assert done.stderr.startswith("error: ")

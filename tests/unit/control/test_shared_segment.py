@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,23 +96,19 @@ def test_a_peer_that_has_closed_it_and_has_another_file_in_its_place(tmp_path):
 
 
 def test_an_error_names_the_limit_of_the_address_space():
-    """In a separate process, as a limit cannot be raised again."""
-    program = """
-import resource, fusco
-from fusco.control.shared_segment import SharedSegment
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), -1))
-try:
-    SharedSegment.create(64 << 20)
-except fusco.SharedMemoryError as error:
-    print(error)
-"""
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), limits[1]))
+    try:
+        with pytest.raises(SharedMemoryError) as raised:
+            SharedSegment.create(64 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
     assert re.match(
         r"67,108,864 bytes of shared memory were allocated, but could not be mapped: Cannot allocate memory\. This "
         r"process has a limit of [\d,]+ bytes for all that it maps \(ulimit -v\)",
-        output,
-    ), output
+        str(raised.value),
+    )
 
 
 def test_an_error_names_the_limit_of_open_files():
