@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ from fusco.cuda.kernels.compiler import SOURCE_DIR
 
 _HERE = Path(__file__).parent / "emulation"
 _CXX = shutil.which("g++") or shutil.which("clang++")
-_FLAGS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+_FLAGS = ("-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
+_SCHEDULER_FLAGS = (*_FLAGS, "-O2")
+# Compiling a kernel takes longer than running it: without optimization and what only the scheduler needs, 0.6 of that.
+_KERNEL_FLAGS = (*_FLAGS, "-O0", "-nostdlib", "-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables")
 # Blocks of two warps, whatever they are on a GPU: contexts are not threads.
 NUM_THREADS = 64
 
@@ -107,7 +110,7 @@ def _load_scheduler(folder: Path) -> ctypes.CDLL:
 
 
 def _build_scheduler(folder: Path) -> ctypes.CDLL:
-    library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), ())
+    library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), _SCHEDULER_FLAGS)
     simt = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     simt.simt_launch.argtypes = [
         ctypes.c_void_p,
@@ -131,7 +134,8 @@ def _load_kernel(folder: Path, name: str, constants: tuple[tuple[str, object], .
     arguments = re.search(r"__grid_constant__ (\w+) args", source)
     assert arguments, f"{name} takes one struct"
     entry = f'extern "C" void simt_entry(const void* at) {{ {name}(*static_cast<const {arguments[1]}*>(at)); }}\n'
-    return ctypes.CDLL(str(_build(folder, name, source + entry, constants)))
+    flags = [*_KERNEL_FLAGS, *(f"-D{key}={value}" for key, value in constants)]
+    return ctypes.CDLL(str(_build(folder, name, source + entry, flags)))
 
 
 def as_host_code(source: str) -> str:
@@ -144,8 +148,7 @@ def as_host_code(source: str) -> str:
     return source
 
 
-def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, object], ...]) -> Path:
-    macros = [f"-D{key}={value}" for key, value in constants]
+def _build(folder: Path, name: str, source: str, flags: Sequence[str]) -> Path:
     headers = folder / "headers"
     if not headers.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,13 +157,13 @@ def _build(folder: Path, name: str, source: str, constants: tuple[tuple[str, obj
             (written / header.name).write_text(as_host_code(header.read_text()))
         with contextlib.suppress(OSError):  # another process has been quicker
             written.rename(headers)
-    key = hashlib.sha256("\n".join([source, *macros]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join([source, *flags]).encode()).hexdigest()[:16]
     library = folder / f"{name}-{key}.so"
     if not library.exists():
         code = folder / f"{name}-{key}-{os.getpid()}.cpp"
         code.write_text(source)
         built_library = code.with_suffix(".so")
-        command = [str(_CXX), *_FLAGS, f"-I{headers}", *macros, str(code), "-o", str(built_library)]
+        command = [str(_CXX), *flags, f"-I{headers}", str(code), "-o", str(built_library)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert built.returncode == 0, built.stderr
         built_library.replace(library)  # complete, whatever other processes do
