@@ -35,11 +35,10 @@ demo: setup
 
 # In two processes; tests that compare times with limits are beside each other, as most of their time they wait.
 test: setup warm-up
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit src/fusco
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/cuda src/fusco
 	$(BIN)/pytest -n 2 --dist loadfile tests/multirank -m "not alone"
 	$(BIN)/pytest -n 2 --dist loadfile $$(grep -l mark.alone tests/multirank/test_*.py)
 	$(BIN)/pytest tests/testbed
-	$(BIN)/pytest tests/cuda
 
 # Gradients of every MoE architecture of transformers on four ranks, in a quarter of an hour on two cores; writes the
 # table of docs/training/architectures.md. ARCHITECTURES="--only gpt_oss llama4" chooses.
