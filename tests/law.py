@@ -115,11 +115,7 @@ class Law:
         return torch.tensor([weights[p.src][p.token, p.k] if p else 0.0 for p in slots], dtype=weights[0].dtype)
 
     def sums(
-        self,
-        rank: int,
-        y: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor] | None,
-        rank_to_node: Sequence[int],
+        self, rank: int, y: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None, rank_to_node: Sequence[int]
     ) -> Sums:
         """Expected output of combine on a rank, from the expert-major rows of all ranks."""
         shape = (len(self.topk_idx[rank]), y[0].shape[1])

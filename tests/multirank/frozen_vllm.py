@@ -63,13 +63,7 @@ class FusedMoEPrepareAndFinalizeModular(ABC):
 
     @abstractmethod
     def finalize(
-        self,
-        output,
-        fused_expert_output,
-        topk_weights,
-        topk_ids,
-        apply_router_weight_on_input,
-        weight_and_reduce_impl,
+        self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
     ) -> None: ...
 
 
@@ -117,14 +111,7 @@ class FusedMoEKernel:
         assert topk_ids.dtype == self.prepare_finalize.topk_indices_dtype()
         assert not dbo_enabled() or self.prepare_finalize.supports_dbo()
         rows, scales, metadata, ids, weights = self.prepare_finalize.prepare(
-            x,
-            topk_weights,
-            topk_ids,
-            num_experts,
-            expert_map,
-            False,
-            experts.quant_config,
-            defer_input_quant=False,
+            x, topk_weights, topk_ids, num_experts, expert_map, False, experts.quant_config, defer_input_quant=False
         )
         if (on_host := metadata.expert_num_tokens_cpu) is not None:
             assert metadata.expert_num_tokens.tolist() == on_host.tolist()

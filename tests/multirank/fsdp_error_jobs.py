@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import (
-    SEQUENCE,
-    loss_sum,
-    make_batch,
-    make_model,
-)
+from fsdp_models import SEQUENCE, loss_sum, make_batch, make_model
 from fsdp_runs import LIMIT_S, Run, mesh_of
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -8,15 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp_models import (
-    alone,
-    loss_sum,
-    make_batch,
-    make_model,
-    num_targets,
-    step_alone,
-    together,
-)
+from fsdp_models import alone, loss_sum, make_batch, make_model, num_targets, step_alone, together
 from fsdp_runs import Run, difference, dispatcher_of, mesh_of, parallel, step
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard

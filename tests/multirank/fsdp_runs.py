@@ -10,14 +10,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from fsdp_models import (
-    SEQUENCE,
-    loss_sum,
-    make_batch,
-    make_model,
-    make_starved_model,
-    num_targets,
-)
+from fsdp_models import SEQUENCE, loss_sum, make_batch, make_model, make_starved_model, num_targets
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

@@ -15,15 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from fsdp_models import (
-    SEQUENCE,
-    alone,
-    loss_sum,
-    make_batch,
-    make_model,
-    num_targets,
-    together,
-)
+from fsdp_models import SEQUENCE, alone, loss_sum, make_batch, make_model, num_targets, together
 from fsdp_runs import LIMIT_S, difference, mesh_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -122,8 +122,7 @@ def mistakes_of_one_rank(group: dist.ProcessGroup) -> list[tuple[str, float]]:
     attempt(lambda: first.dispatch(x, handle), lambda: first.dispatch(x, handle, config=too_few))
     attempt(lambda: first.combine(rows, handle), lambda: first.combine(rows, handle, config=too_few))
     attempt(
-        lambda: second.dispatch(x, handle=of_second),
-        lambda: second.dispatch(x, handle=of_second, expert_alignment=8),
+        lambda: second.dispatch(x, handle=of_second), lambda: second.dispatch(x, handle=of_second, expert_alignment=8)
     )
     assert torch.equal(first.combine(rows, handle)[0], x * is_in.sum(1, keepdim=True))  # all of them work
     assert torch.equal(second.combine(expanded, of_second)[0], 2 * x)

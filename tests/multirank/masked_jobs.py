@@ -73,12 +73,7 @@ def check_masked(group: dist.ProcessGroup, setup: Setup, seeds: range) -> None:
             of, rank = Masked(comm, setup, seed), comm.rank
             x, others = of.payloads("x"), of.payloads("other x")
             sent = comm.dispatch(
-                x[rank],
-                of.ids,
-                of.weights[rank],
-                expert_alignment=of.alignment,
-                with_weights=True,
-                static=of.static,
+                x[rank], of.ids, of.weights[rank], expert_alignment=of.alignment, with_weights=True, static=of.static
             )
             of.check_rows(sent.payloads, x, "dispatch")
             of.check_counts(sent)

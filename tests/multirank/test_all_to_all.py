@@ -16,10 +16,7 @@ pytestmark = pytest.mark.multirank
 
 # Slots of 64 bytes, two of each ring: most messages take many slices.
 SETUP = Setup(
-    ranks_per_node=2,
-    num_topk=1,
-    max_bytes_per_token=16,
-    settings=Settings(timeout_s=60.0, slice_bytes=1, ring_depth=2),
+    ranks_per_node=2, num_topk=1, max_bytes_per_token=16, settings=Settings(timeout_s=60.0, slice_bytes=1, ring_depth=2)
 )
 MISTAKEN = 2
 PROMPTLY_S = 5.0

@@ -124,9 +124,7 @@ def test_sglangs_dispatcher_equals_a_dense_layer(pair, mode, is_fp8):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("is_expanded", [True, False])
 @pytest.mark.parametrize(
-    "kind",
-    [None, Quantize(), Quantize(scale="ue8m0", layout="tma")],
-    ids=["bfloat16", "FP8", "FP8 with UE8M0"],
+    "kind", [None, Quantize(), Quantize(scale="ue8m0", layout="tma")], ids=["bfloat16", "FP8", "FP8 with UE8M0"]
 )
 def test_sglangs_classes_for_deep_eps_second_version_equal_a_dense_layer(pair, kind, is_expanded):
     for errors in pair[0].run(sglang_v2_jobs.layers, 2, kind, is_expanded=is_expanded):

@@ -240,11 +240,7 @@ def vllm_micro_batches(group: dist.ProcessGroup, backend: str) -> float:
 def vllm_refusals(group: dist.ProcessGroup) -> list[str]:
     """Texts of errors; and what is made for layers that fusco leaves to vLLM."""
     with frozen(group):
-        from fusco.integrations.vllm import (
-            FuscoBatchedPrepareAndFinalize,
-            FuscoPrepareAndFinalize,
-            _choosing_fusco,
-        )
+        from fusco.integrations.vllm import FuscoBatchedPrepareAndFinalize, FuscoPrepareAndFinalize, _choosing_fusco
 
         choose = _choosing_fusco(vllms_own_choice)
         x, ids, weights = layer_input(0, 4, 2)

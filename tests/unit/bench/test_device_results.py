@@ -29,12 +29,7 @@ def run_of(num_nodes, variants):
     # Rows of 25 kB: 4 microseconds at the better peak.
     load = workload("trace", num_nodes, 2 // num_nodes, num_experts=2, hidden=12500, trace=TRACE)
     return ShuffleRun(
-        workloads=(load,),
-        variants=variants,
-        settings=Settings(),
-        balancer="rotation",
-        num_iterations=3,
-        device="cuda",
+        workloads=(load,), variants=variants, settings=Settings(), balancer="rotation", num_iterations=3, device="cuda"
     )
 
 

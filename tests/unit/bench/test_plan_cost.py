@@ -17,11 +17,6 @@ def test_two_nodes_of_two_ranks():
     costs = [plan_cost(plan, bytes_per_token=10) for plan in plans]
 
     assert [cost.internode_send_bytes for cost in costs] == [20, 0, 10, 0]  # tokens 0 and 2; token 0
-    assert [cost.metadata_bytes for cost in costs] == [
-        2 * 2 * 8,
-        0,
-        2 * 8,
-        0,
-    ]  # an id and a float32 for each expert
+    assert [cost.metadata_bytes for cost in costs] == [2 * 2 * 8, 0, 2 * 8, 0]  # an id and a float32 for each expert
     assert [cost.internode_bytes_avoided for cost in costs] == [10, 0, 0, 0]  # token 0 goes to both ranks of node 1
     assert [cost.intranode_bytes for cost in costs] == [0, 10, 0, 10]

@@ -12,10 +12,7 @@ from command_line import ROOT, run
 
 from fusco.bench.ranks import progress
 from fusco.cli import doctor
-from fusco.core.requirements import (
-    LEAST_OF_FSDP,
-    LEAST_VERSIONS,
-)
+from fusco.core.requirements import LEAST_OF_FSDP, LEAST_VERSIONS
 
 
 def test_doctor_knows_the_versions_that_are_needed(monkeypatch):

@@ -82,10 +82,7 @@ def test_what_cannot_be_shown_is_said(content, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "kind"),
-    [
-        (("balancers", "--draws", "2"), "links"),
-        (("balance", "--ranks", "8", "--layer", "3"), "experts"),
-    ],
+    [(("balancers", "--draws", "2"), "links"), (("balance", "--ranks", "8", "--layer", "3"), "experts")],
 )
 def test_benchmarks_write_pages_of_their_records(command, kind, tmp_path):
     page = tmp_path / "page.html"

@@ -49,11 +49,7 @@ def test_a_rejection_cancels_the_collective_on_all_others_and_its_fields_are_ign
     [
         (GOOD, GrowthError, "has no room for the larger dispatch on rank 1$"),
         (CollectiveFingerprint(GROWTH), GrowthError, "has no room for the larger dispatch on ranks 1, 2$"),
-        (
-            CollectiveFingerprint("combine"),
-            MismatchError,
-            "collectives: .*, larger dispatch on rank 1, combine",
-        ),
+        (CollectiveFingerprint("combine"), MismatchError, "collectives: .*, larger dispatch on rank 1, combine"),
         (REFUSED, RejectedInputError, "rank 2 rejected its input"),
         (CollectiveFingerprint(REJECTION, rejection="no memory"), RejectedInputError, "rank 2 .*: no memory$"),
     ],

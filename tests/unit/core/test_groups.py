@@ -20,8 +20,7 @@ def test_the_static_grouping_takes_equal_local_ranks():
 
 
 @pytest.mark.parametrize(
-    "group_to_locals",
-    [((0, 0), (0, 1)), ((0, 1),), ((0, 0), (1, 1), (0, 0)), ((0, 2), (1, 0)), ((0, 0), (1, -1))],
+    "group_to_locals", [((0, 0), (0, 1)), ((0, 1),), ((0, 0), (1, 1), (0, 0)), ((0, 2), (1, 0)), ((0, 0), (1, -1))]
 )
 def test_groups_that_do_not_take_each_rank_once(group_to_locals):
     with pytest.raises(ValueError, match=r"do not take each rank of node \d exactly once"):

@@ -98,8 +98,7 @@ def test_memory_of_a_parameter_and_of_a_scalar():
 
 
 @pytest.mark.parametrize(
-    ("offset", "size"),
-    [(-1, 1), (0, -1), (8, 1), (0, 9), (9, 0), (1 << 62, 1 << 62), ((1 << 63) - 1, 1)],
+    ("offset", "size"), [(-1, 1), (0, -1), (8, 1), (0, 9), (9, 0), (1 << 62, 1 << 62), ((1 << 63) - 1, 1)]
 )
 def test_segments_outside_their_base_are_refused(offset, size):
     with pytest.raises(ValueError, match=rf"segment 1 \(offset {offset}, {size} bytes\) .* of 8 bytes"):
@@ -141,8 +140,7 @@ def test_nothing_that_happens_to_arrays_or_base_changes_segments():
 
 
 @pytest.mark.parametrize(
-    "base",
-    [torch.arange(12, dtype=torch.int16).view(4, 3)[:1, 1], torch.ones((), dtype=torch.int16).expand(1, 1)],
+    "base", [torch.arange(12, dtype=torch.int16).view(4, 3)[:1, 1], torch.ones((), dtype=torch.int16).expand(1, 1)]
 )
 def test_a_base_of_one_element_may_have_any_stride(base):
     assert base.is_contiguous()

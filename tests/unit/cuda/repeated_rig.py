@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 from simulated_kernels import NodeWords, SimulatedKernel
 
-from fusco import (
-    Capacity,
-    StaticRows,
-    Topology,
-)
+from fusco import Capacity, StaticRows, Topology
 from fusco.bench.host.null_device import NullGpu, NullLibrary, null_communicator
 from fusco.cuda.between_nodes.nccl import NcclTransport
 from fusco.cuda.kernels.library import Kernel

@@ -143,11 +143,7 @@ def test_balancing_eight_nodes_of_eight_takes_less_than_100_us():
     [
         (((0, 1), (1, 0)), TypeError, "a balancer must return Groups or Lanes, got tuple from balance_badly"),
         (None, TypeError, "got NoneType"),
-        (
-            Groups.of_same_local_rank(Topology.of_equal_nodes(2, 2)),
-            ValueError,
-            "balance_badly returned groups of Top",
-        ),
+        (Groups.of_same_local_rank(Topology.of_equal_nodes(2, 2)), ValueError, "balance_badly returned groups of Top"),
         (Lanes.of_runs(Topology.of_equal_nodes(2, 1), []), ValueError, "balance_badly returned lanes of Top"),
         (
             Lanes.of_runs(Topology.of_equal_nodes(4, 2), [(1, 1, 0, 3, 0, 2)]),

@@ -15,17 +15,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from plugin_rig import (
-    LIMITS,
-    RAILS,
-    SOME,
-    address_of,
-    message,
-    pairs,
-    python_sender,
-    settle,
-    started,
-)
+from plugin_rig import LIMITS, RAILS, SOME, address_of, message, pairs, python_sender, settle, started
 from rails_ends import cut
 from wire_by_hand import (
     ACK,

@@ -128,10 +128,7 @@ def test_slices_of_rows_that_another_rank_carries():
     own, first, second, third = (
         Piece(1, 1, 0, 1, 1, 2, 0),
         Piece(0, 1, 2, 3, 1, 2, 1),
-        *(
-            Piece(0, 1, 3, 5, 1, 2, 2),
-            Piece(0, 1, 5, 6, 1, 3, 4),
-        ),
+        *(Piece(0, 1, 3, 5, 1, 2, 2), Piece(0, 1, 5, 6, 1, 3, 4)),
     )
     assert [world[1].sends(number, 2) for number in range(3)] == [[own, first], [second], [third]]
     assert world[2].receives(3, 2, 2) == world[3].receives(3, 2, 2) == [third._replace(place=-1)]
@@ -281,9 +278,7 @@ def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, d
     for number, held in enumerate(slices):
         received = [traffic.receives(rank, number, rows_per_slice) for rank in traffic.node_ranks]
         check_rows(
-            plan,
-            held,
-            [[(piece.src, row) for piece in of for row in range(piece.first, piece.end)] for of in received],
+            plan, held, [[(piece.src, row) for piece in of for row in range(piece.first, piece.end)] for of in received]
         )
 
 

@@ -59,9 +59,7 @@ def ptx_of(name: str, constants: Constants) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "constants"),
-    [(name, of) for name, of in CASES if "HIDDEN" in of and of.get("HAS_DOTS", 1)],
-    ids=describe,
+    ("name", "constants"), [(name, of) for name, of in CASES if "HIDDEN" in of and of.get("HAS_DOTS", 1)], ids=describe
 )
 def test_products_and_sums_are_rounded_separately(name, constants):
     """As on the CPU: an instruction that does both at once would be the compiler's choice."""

@@ -23,9 +23,7 @@ from repeated_rig import (
     same,
 )
 
-from fusco import (
-    RejectedInputError,
-)
+from fusco import RejectedInputError
 from fusco.core.rows import allocator_of
 from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.program import Program

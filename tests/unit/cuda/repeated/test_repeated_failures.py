@@ -9,23 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from repeated_rig import (
-    LIMIT_S,
-    NODES,
-    TOPOLOGY,
-    Node,
-    inputs,
-    pair,
-    same,
-)
+from repeated_rig import LIMIT_S, NODES, TOPOLOGY, Node, inputs, pair, same
 
-from fusco import (
-    ClosedError,
-    MismatchError,
-    PeerFailureError,
-    RejectedInputError,
-    RowOverflowError,
-)
+from fusco import ClosedError, MismatchError, PeerFailureError, RejectedInputError, RowOverflowError
 from fusco.control.machine_calls import address_of, libc_address
 from fusco.cuda.kernels import program as programs
 from fusco.cuda.kernels.comm import Report

@@ -9,14 +9,7 @@ import pytest
 import torch
 from repeated_rig import CASES, HIDDEN, MAX_TOKENS, NODES, NUM_RANKS, NUM_TOPK, Node, inputs, is_undefined, pair, same
 
-from fusco import (
-    MismatchError,
-    PeerFailureError,
-    RowOverflowError,
-    StaticRows,
-    Topology,
-    TransportError,
-)
+from fusco import MismatchError, PeerFailureError, RowOverflowError, StaticRows, Topology, TransportError
 from fusco.core.errors import Stall
 
 
