@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import threading
 import time
@@ -269,7 +270,7 @@ def _serve(
             outcome: tuple[bool, Any] = (True, function(groups[num_ranks], *args, **kwargs))
         except BaseException as error:  # noqa: BLE001  any error is reported to the parent
             outcome = (False, RankFailure.of(error))
-        pipe.send(outcome)
+        pipe.send_bytes(pickle.dumps(outcome))  # send() would pass a descriptor for each tensor
     if device == "cuda":
         _destroy_group()
 
