@@ -14,9 +14,9 @@ import fsdp_balance_jobs as jobs
 from fsdp_architectures import find_kinds
 from fsdp_models import make_model
 from fsdp_runs import Run
-from fusco.fsdp.expert_bias import BIAS_NAMES
 
 from fusco.fsdp.dispatcher import ExpertCopies
+from fusco.fsdp.expert_loads import BIAS_NAMES
 from fusco.fsdp.experts import find_experts
 
 PAGE = Path(__file__).parents[2] / "docs" / "training" / "runs.md"
