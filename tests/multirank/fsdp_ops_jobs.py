@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fusco import Launch, fsdp
-from fusco.api import communicator, growth
+from fusco.api import growth
 from fusco.fsdp import ops
 from fusco.fsdp.layer import ExpertParallelLayer
 
@@ -45,15 +45,13 @@ class Looking(TorchDispatchMode):
 def noting() -> Iterator[list[str]]:
     """Note the name of each call of a communicator's dispatch, combine and their kin, in order."""
     calls: list[str] = []
-    run_collective = communicator.run_collective
+    run_collective = growth.run_collective
 
     def noted(session: Any, engine: Any, name: str, *more: Any) -> Any:
         calls.append(name)
         return run_collective(session, engine, name, *more)
 
-    with contextlib.ExitStack() as patched:
-        for module in (communicator, growth):
-            patched.enter_context(mock.patch.object(module, "run_collective", noted))
+    with mock.patch.object(growth, "run_collective", noted):
         yield calls
 
 

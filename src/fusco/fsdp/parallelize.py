@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -179,27 +180,32 @@ def refuse_data_parallel(model: nn.Module, name: str) -> None:
     model._ddp_params_and_buffers_to_ignore = _NoNames(name)  # type: ignore[assignment]  # noqa: SLF001  DDP's only door
 
 
+# Module state: PyTorch's hook is called for the steps of all optimizers. It stays when a model ends, as that may be
+# during a step, in which PyTorch goes through all hooks.
+_sharded_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def refuse_unsharded_optimizers(model: nn.Module) -> None:
-    """Make the step of an optimizer that fails on the model's sharded parameters raise ``ValueError`` before it begins.
+    """Make the step of an optimizer that fails on the model's sharded parameters raise ``ValueError`` at once."""
+    _check_steps()
+    _sharded_models.add(model)
 
-    PyTorch's hook is called for the steps of all optimizers, those of other models included, and ends with the model.
-    """
-    reference = weakref.ref(model)
 
-    def check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        obstacle = _obstacle(optimizer)
-        living = reference() if obstacle else None
-        if living is None:
-            return
-        sharded = {id(parameter) for parameter in living.parameters() if isinstance(parameter, DTensor)}
-        if any(id(parameter) in sharded for group in optimizer.param_groups for parameter in group["params"]):
-            raise ValueError(
-                f"{obstacle} cannot step on parameters that FSDP2 shards (DTensor): use torch.optim.AdamW, or another "
-                f"optimizer of the table in docs/training/runs.md"
-            )
+@cache
+def _check_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(model, handle.remove)
+
+def _check_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not (obstacle := _obstacle(optimizer)):
+        return
+    of_models = (parameter for model in _sharded_models for parameter in model.parameters())
+    sharded = {id(parameter) for parameter in of_models if isinstance(parameter, DTensor)}
+    if any(id(parameter) in sharded for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"{obstacle} cannot step on parameters that FSDP2 shards (DTensor): use torch.optim.AdamW, or another "
+            f"optimizer of the table in docs/training/runs.md"
+        )
 
 
 def _obstacle(optimizer: torch.optim.Optimizer) -> str:

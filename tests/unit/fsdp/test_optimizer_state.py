@@ -1,8 +1,11 @@
-"""Optimizer state before loading."""
+"""Optimizer state before loading, and steps."""
+
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusco.fsdp.checkpoint import (
     drop_state,
@@ -12,6 +15,7 @@ from fusco.fsdp.checkpoint import (
     without_empty_groups,
     without_state,
 )
+from fusco.fsdp.parallelize import refuse_unsharded_optimizers
 
 OPTIONS = ["param_groups.a.weight.lr", "param_groups.b.weight.lr"]
 MOMENTS = ["state.a.weight.step", "state.a.weight.exp_avg"]
@@ -118,3 +122,16 @@ def test_groups_without_parameters_are_put_back_in_place():
         optimizer.load_state_dict(state)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 5.0, 3.0]
     assert optimizer.param_groups[1]["params"] == [weight]
+
+
+def test_a_model_may_end_during_a_step():
+    """Of any optimizer: PyTorch goes through the hooks of all models meanwhile."""
+    models = [nn.Linear(2, 2)]
+    ended = weakref.ref(models[0])
+    handle = register_optimizer_step_pre_hook(lambda *_: models.clear())
+    try:
+        refuse_unsharded_optimizers(models[0])
+        torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
+    assert ended() is None
