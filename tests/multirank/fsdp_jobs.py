@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,9 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusco import Communicator, fsdp
-from fusco.engine.owner_choice import DeviceBatchPlan
-from fusco.placement import BatchPlan
+from fusco import fsdp
+from fusco.fsdp.dispatcher import BalancedArrival
 
 
 def differences_of_accumulation(_: dist.ProcessGroup, run: Run) -> dict[str, float]:
@@ -50,17 +50,16 @@ def differences_of_gradients(_: dist.ProcessGroup, run: Run) -> dict[str, float]
 
 
 def differences_with_balance(group: dist.ProcessGroup, run: Run) -> tuple[dict[str, float], int]:
-    """As ``differences_of_gradients``, and how many experts plans have copied."""
-    num_copies, verb = [0], "plan_batch_on_device" if torch.cuda.is_available() else "plan_batch"
-    plan_batch = getattr(Communicator, verb)
+    """As ``differences_of_gradients``, and in how many layers plans have copied experts."""
+    num_layers, dispatch = [0], fsdp.FuscoDispatcher.dispatch_balanced
 
-    def counting(comm: Communicator, *arguments: object) -> BatchPlan | DeviceBatchPlan:
-        plan: BatchPlan | DeviceBatchPlan = plan_batch(comm, *arguments)
-        num_copies[0] += len((plan.wait() if isinstance(plan, DeviceBatchPlan) else plan).experts)
-        return plan
+    def counting(*arguments: Any) -> BalancedArrival:
+        arrival = dispatch(*arguments)
+        num_layers[0] += bool(arrival.copies.weights)
+        return arrival
 
-    with mock.patch.object(Communicator, verb, counting):
-        return differences_of_gradients(group, run), num_copies[0]
+    with mock.patch.object(fsdp.FuscoDispatcher, "dispatch_balanced", counting):
+        return differences_of_gradients(group, run), num_layers[0]
 
 
 def differences_of_a_block(_: dist.ProcessGroup, run: Run, nums_tokens: tuple[int, ...]) -> dict[str, float]:

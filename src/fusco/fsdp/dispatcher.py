@@ -30,19 +30,6 @@ class Arrival:
     num_rows_on_host: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BalancedArrival(Arrival):
-    """The rows that arrived for this rank's experts, and behind them for its copies of others.
-
-    Attributes:
-        plan: of the copies, for ``copy_experts``.
-        num_rows_wanted: rows of this rank's experts, wherever they are computed, integers (num_local_experts,).
-    """
-
-    plan: Any
-    num_rows_wanted: torch.Tensor
-
-
 @dataclass(frozen=True)
 class ExpertCopies:
     """Weights of other ranks' experts in this rank's spare places.
@@ -64,6 +51,19 @@ class ExpertCopies:
             for weight in self.weights.values():
                 weight.record_stream(stream)
         return self.weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedArrival(Arrival):
+    """The rows that arrived for this rank's experts, and behind them for its copies of others.
+
+    Attributes:
+        copies: weights of those experts.
+        num_rows_wanted: rows of this rank's experts, wherever they are computed, integers (num_local_experts,).
+    """
+
+    copies: ExpertCopies
+    num_rows_wanted: torch.Tensor
 
 
 class Dispatcher(Protocol):
@@ -104,9 +104,15 @@ class CopyingDispatcher(Dispatcher, Protocol):
     """A dispatcher that can even out the work of a batch by copies of busy experts."""
 
     def dispatch_balanced(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, balance: Balance
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        balance: Balance,
+        weights: Mapping[str, torch.Tensor],
     ) -> BalancedArrival:
-        """Send tokens to their experts, or to copies of these, as all ranks plan for this batch.
+        """Send tokens to their experts, or to copies of these, as all ranks plan for this batch; and send the copies.
 
         Args:
             x: as for ``dispatch``.
@@ -114,12 +120,5 @@ class CopyingDispatcher(Dispatcher, Protocol):
             topk_weights: as for ``dispatch``.
             num_experts: as for ``dispatch``.
             balance: what the plan may do.
-        """
-
-    def copy_experts(self, arrival: BalancedArrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
-        """Return the weights of this rank's copies.
-
-        Args:
-            arrival: of ``dispatch_balanced``.
             weights: of this rank's experts, (num_local_experts, ...). Gradients of copies return to them.
         """

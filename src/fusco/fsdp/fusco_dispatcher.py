@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,21 +28,6 @@ class _OpTicket:
 
     tensor: torch.Tensor
     topk_weights: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _CopyPlan:
-    """The plan of a batch, and the communicator that carries it out."""
-
-    comm: Communicator
-    plan: BatchPlan | DeviceBatchPlan
-    spare_places: int
-    num_copies: torch.Tensor  # int32 (1,) on the host; of a plan of the device once a later wait is over
-
-    def copies_none(self, arrival: Arrival) -> bool:
-        """Return whether the host knows that no rank has copies."""
-        is_known = isinstance(self.plan, BatchPlan) or arrival.num_rows_on_host is not None
-        return is_known and not int(self.num_copies)
 
 
 class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
@@ -94,6 +79,9 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
         self._latest: Communicator | None = None  # the one that dispatched last
         self._open, self._is_closed = ExitStack(), False
         self._stream: torch.cuda.Stream | None = None  # of copies that the device has planned
+        self._copies_first = (
+            False  # as the latest of those plans had some, or the host does not know; equal on all ranks
+        )
         self._key = ops.register(self)
 
     def dispatch(
@@ -116,18 +104,20 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
         return _arrival(comm, sent)
 
     def dispatch_balanced(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, balance: Balance
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_experts: int,
+        balance: Balance,
+        weights: Mapping[str, torch.Tensor],
     ) -> BalancedArrival:
         """Send tokens to experts or copies, as the device plans within a node of GPUs; see ``CopyingDispatcher``."""
         comm = self.communicator(num_experts, topk_idx.shape[1], x, balance.spare_places)
         plan: BatchPlan | DeviceBatchPlan | None
         if topk_idx.is_cuda and comm.topology.num_nodes == 1:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(topk_idx.device)  # type: ignore[no-untyped-call]
             plan = comm.plan_batch_on_device(topk_idx, balance)
-            num_copies = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
-            num_copies.copy_(plan.table[:1], non_blocking=True)
-            arrival = self.dispatch(x, topk_idx, topk_weights, num_experts, balance.spare_places)
+            arrival, copies = self._dispatch_planned(comm, plan, (x, topk_idx, topk_weights, num_experts), weights)
         else:
             if ops.is_intercepted():
                 plan = comm.plan_batch(topk_idx, balance)
@@ -136,26 +126,41 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
                 sent = comm.dispatch(x, topk_idx, topk_weights, balance=balance, static=self.static, launch=self.launch)
                 plan, arrival = sent.batch_plan, _arrival(comm, sent)
             assert plan is not None
-            num_copies = torch.tensor([len(plan.experts)], dtype=torch.int32, device="cpu")
+            copies = _copied(comm, plan, balance.spare_places, weights) if len(plan.experts) else ExpertCopies({})
         num_local = num_experts // self._num_ranks
         of_rank = plan.rows_per_expert[comm.rank * num_local : (comm.rank + 1) * num_local]
         wanted = torch.as_tensor(of_rank, device=topk_idx.device)
-        copied = _CopyPlan(comm, plan, balance.spare_places, num_copies)
-        return BalancedArrival(**vars(arrival), plan=copied, num_rows_wanted=wanted)
+        return BalancedArrival(**vars(arrival), copies=copies, num_rows_wanted=wanted)
 
-    def copy_experts(self, arrival: BalancedArrival, weights: Mapping[str, torch.Tensor]) -> ExpertCopies:
-        """Send copies, on CUDA beside what the current stream does next; see ``CopyingDispatcher``."""
-        plan: _CopyPlan = arrival.plan
-        if plan.copies_none(arrival):
-            return ExpertCopies({})
-        event, stream = None, self._stream if isinstance(plan.plan, DeviceBatchPlan) else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # ``None`` changes nothing
-            copies = plan.comm.prefetch_experts(list(weights.values()), plan.plan, plan.spare_places)
-            if stream is not None:
-                event = stream.record_event()
-        return ExpertCopies(dict(zip(weights, copies, strict=True)), event)
+    def _dispatch_planned(
+        self,
+        comm: Communicator,
+        plan: DeviceBatchPlan,
+        sent: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int],
+        weights: Mapping[str, torch.Tensor],
+    ) -> tuple[Arrival, ExpertCopies]:
+        """Send tokens, and copies if there may be any, on a stream of their own.
+
+        After a batch with copies the host sends them first, before it waits in dispatch. Otherwise it knows once it has
+        waited whether there are any, and they go beside the products of experts at home.
+        """
+        spare_places, current = plan.balance.spare_places, torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(plan.table.device)  # type: ignore[no-untyped-call]
+        num_copies = torch.empty(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        num_copies.copy_(plan.table[:1], non_blocking=True)
+
+        def copied(stream: torch.cuda.Stream) -> ExpertCopies:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                return replace(_copied(comm, plan, spare_places, weights), event=stream.record_event())
+
+        copies = copied(self._stream) if self._copies_first else None
+        arrival = self.dispatch(*sent, spare_places)
+        self._copies_first = arrival.num_rows_on_host is None or bool(num_copies)
+        if not self._copies_first:
+            return arrival, ExpertCopies({})  # also of what was sent, so that a recomputation does the same
+        return arrival, copies or copied(self._stream)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""
@@ -237,3 +242,9 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
 
 def _arrival(comm: Communicator, sent: Dispatched) -> Arrival:
     return Arrival(sent.rows, sent.num_rows_per_expert, (comm, sent.handle), sent.num_rows_per_expert_on_host)
+
+
+def _copied(
+    comm: Communicator, plan: BatchPlan | DeviceBatchPlan, spare_places: int, weights: Mapping[str, torch.Tensor]
+) -> ExpertCopies:
+    return ExpertCopies(dict(zip(weights, comm.prefetch_experts([*weights.values()], plan, spare_places), strict=True)))

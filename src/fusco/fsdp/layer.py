@@ -123,10 +123,10 @@ class ExpertParallelLayer:
             y = self.experts.run(arrival.rows, num_rows)
         else:
             balanced = cast("CopyingDispatcher", self.dispatcher)
-            arrival = found = balanced.dispatch_balanced(x, top_k_index, top_k_weights, num_experts, self.balance)
+            sent = x, top_k_index, top_k_weights, num_experts
+            arrival = found = balanced.dispatch_balanced(*sent, self.balance, self.experts.weights())
             self.counter.count(found.num_rows_wanted)
-            copies = balanced.copy_experts(found, self.experts.weights())
-            y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, copies, arrival.num_rows_on_host)
+            y = self.experts.run(arrival.rows, arrival.num_rows_per_expert, found.copies, arrival.num_rows_on_host)
         return self.dispatcher.combine(y, arrival).to(hidden_states.dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusco.core.stopwatch import SectionTimer
-from fusco.fsdp.dispatcher import Arrival, BalancedArrival, CopyingDispatcher, Dispatcher, ExpertCopies
+from fusco.fsdp.dispatcher import Arrival, BalancedArrival, CopyingDispatcher, Dispatcher
 
 ArrivalT = TypeVar("ArrivalT", bound=Arrival)
 SECTIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
@@ -53,11 +53,6 @@ class TimedDispatcher:
         with self.clock.timed("dispatch"):
             arrival = dispatch(x, *others)
         return replace(arrival, rows=self._mark_backward(arrival.rows, "dispatch_backward"))
-
-    def copy_experts(self, *arguments: Any) -> ExpertCopies:
-        """Send the copies, as part of dispatch, but for what is beside the products; see ``CopyingDispatcher``."""
-        with self.clock.timed("dispatch"):
-            return cast("CopyingDispatcher", self.inner).copy_experts(*arguments)
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens; see ``Dispatcher``."""
