@@ -14,7 +14,7 @@ from integration_cases import HIDDEN, cases
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from comparison import assert_same_bits
-from fusco.api import communicator
+from fusco.api import growth
 from fusco.api.collective import run_collective
 from fusco.integrations.deep_ep.buffer import Buffer
 from fusco.integrations.deep_ep.ep_buffer import ElasticBuffer
@@ -43,7 +43,7 @@ class Ops(TorchDispatchMode):
 def count_ops(call: Callable[[], Any]) -> tuple[int, int]:
     """Return the operations and the collectives of a call that has been made before."""
     call()
-    with Ops() as ops, mock.patch.object(communicator, "run_collective", ops.run_collective):
+    with Ops() as ops, mock.patch.object(growth, "run_collective", ops.run_collective):
         call()
     return ops.num_ops, ops.num_collectives
 
