@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ from fusco.bench.harness.json_lines import write_json_lines
 from fusco.bench.prefill.job import make_routing
 from fusco.bench.ranks.local_world import LocalWorld
 from fusco.core.stopwatch import Stopwatch
-from fusco.placement import Balance
+from fusco.placement import Balance, BatchPlan, plan_batch
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, SPARE_PLACES = 2, 128, 8, 4
 _NUM_WARM_UPS, _NUM_ITERATIONS = 3, 20
@@ -50,7 +51,9 @@ def measure(group: dist.ProcessGroup, device: str, tokens: int, hidden: int, inn
     whole = torch.randint(-99, 99, (NUM_EXPERTS, 1), generator=generator).to(torch.bfloat16)
     weights = whole[rank * local :][:local].expand(local, *shape).contiguous().to(device)
     expert_bytes = weights[0].numel() * 2
-    topk_idx = make_routing("skew1.5", (1, tokens, NUM_EXPERTS, NUM_TOPK), rank, NUM_RANKS, 0)[0].to(device)
+    shape_of_ids = 1, tokens, NUM_EXPERTS, NUM_TOPK
+    of_ranks = [make_routing("skew1.5", shape_of_ids, each, NUM_RANKS, 0)[0] for each in range(NUM_RANKS)]
+    topk_idx, rows = of_ranks[rank].to(device), torch.stack(of_ranks).flatten().bincount(minlength=NUM_EXPERTS).numpy()
     placement = fusco.ExpertPlacement.contiguous(NUM_EXPERTS, NUM_RANKS).in_places(local + SPARE_PLACES)
     found, balance = [], Balance(SPARE_PLACES)
     with fusco.Communicator(
@@ -63,15 +66,18 @@ def measure(group: dist.ProcessGroup, device: str, tokens: int, hidden: int, inn
         device=device,
     ) as comm:
         plan = comm.plan_batch(topk_idx, balance)
+        expected = plan_batch(rows, placement.expert_to_rank, NUM_RANKS, balance)
         mine = plan.experts[plan.ranks == rank].tolist()
         most = max((plan.ranks == each).sum() for each in range(NUM_RANKS))
         copies = comm.prefetch_experts([weights], plan, SPARE_PLACES)[0]
         is_right = bool((copies[: len(mine)].cpu() == whole[mine]).all())
-        found.append(("plan", "host", _timed(group, device, lambda: comm.plan_batch(topk_idx, balance)), 0, True))
+        ms = _timed(group, device, lambda: comm.plan_batch(topk_idx, balance))
+        found.append(("plan", "host", ms, 0, _are_equal(plan, expected)))
         ms = _timed(group, device, lambda: comm.prefetch_experts([weights], plan, SPARE_PLACES))
         found.append(("copies", "host", ms, most * expert_bytes, is_right))
         if device == "cuda":
-            found += _in_graphs(group, comm, topk_idx, balance, weights, (whole[mine], most * expert_bytes))
+            copied = whole[mine], most * expert_bytes
+            found += _in_graphs(group, comm, topk_idx, balance, weights, copied, expected)
 
         old = torch.arange(NUM_EXPERTS).view(NUM_RANKS, local)
         both = [old.numpy(), old.flip(0).numpy()]
@@ -93,8 +99,16 @@ def measure(group: dist.ProcessGroup, device: str, tokens: int, hidden: int, inn
             work.wait()
         weights.copy_(other)  # into its places, as move_experts does
 
-    found.append(("move_experts", "batch_isend_irecv", _timed(group, device, exchange), local * expert_bytes, True))
+    ms = _timed(group, device, exchange)
+    first = (rank + _NUM_WARM_UPS + _NUM_ITERATIONS) % NUM_RANKS * local  # each call swaps the experts of both
+    is_right = bool((weights.cpu() == whole[first:][:local]).all())
+    found.append(("move_experts", "batch_isend_irecv", ms, local * expert_bytes, is_right))
     return found
+
+
+def _are_equal(plan: BatchPlan, expected: BatchPlan) -> bool:
+    pairs = [(getattr(plan, name), getattr(expected, name)) for name in ("experts", "ranks", "rows", "loads")]
+    return all(np.array_equal(ours, theirs) for ours, theirs in pairs)
 
 
 def _in_graphs(
@@ -103,7 +117,8 @@ def _in_graphs(
     topk_idx: torch.Tensor,
     balance: Balance,
     weights: torch.Tensor,
-    expected: tuple[torch.Tensor, int],
+    copied_here: tuple[torch.Tensor, int],
+    expected: BatchPlan,
 ) -> list[tuple[Any, ...]]:
     """Measure replays of the plan on the device, and of copies as it says."""
     planned, copied = (torch.cuda.CUDAGraph() for _ in range(2))
@@ -116,8 +131,10 @@ def _in_graphs(
         (copies,) = comm.prefetch_experts([weights], plan, SPARE_PLACES)
     plan_ms = _timed(group, "cuda", planned.replay)
     copies_ms = _timed(group, "cuda", copied.replay)
-    is_right = bool((copies[: len(expected[0])].cpu() == expected[0]).all())
-    return [("plan", "device", plan_ms, 0, True), ("copies", "device", copies_ms, expected[1], is_right)]
+    whole, num_bytes = copied_here
+    is_right = bool((copies[: len(whole)].cpu() == whole).all())
+    is_planned = _are_equal(plan.wait(), expected)
+    return [("plan", "device", plan_ms, 0, is_planned), ("copies", "device", copies_ms, num_bytes, is_right)]
 
 
 def _timed(group: dist.ProcessGroup, device: str, call: Callable[[], object]) -> float:

@@ -7,6 +7,8 @@ import torch
 
 from fusco import Launch, StaticRows, TransportError
 from fusco.fsdp import FuscoDispatcher
+from fusco.fsdp.dispatcher import Arrival
+from fusco.placement import Balance
 
 
 class Group:
@@ -50,3 +52,36 @@ def test_synchronize_waits_for_all_communicators_and_raises_what_went_wrong():
     with pytest.raises(TransportError, match="the network is gone"):
         dispatcher.synchronize()
     assert (fine.num_waits, broken.num_waits) == (1, 1)
+
+
+def test_copies_are_sent_before_a_dispatch_if_the_last_batch_had_some(monkeypatch):
+    """As the device has planned; a host that has waited in dispatch knows of none, and then there are none."""
+    calls, empty = [], torch.empty
+    comm = mock.Mock(prefetch_experts=lambda weights, *_: calls.append("copies") or weights)
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+
+    def unpinned(*shape, pin_memory, **options):
+        assert pin_memory, "the host would wait for the copy"
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    dispatcher, weight = FuscoDispatcher(Group(), 1), torch.ones(1)
+
+    def dispatch_planned(num_copies, on_host):
+        arrival = Arrival(weight, weight, None, on_host)
+        monkeypatch.setattr(dispatcher, "dispatch", lambda *_: calls.append("dispatch") or arrival)
+        plan = mock.Mock(table=torch.tensor([num_copies, 1], dtype=torch.int32), balance=Balance(1))
+        found, copies = dispatcher._dispatch_planned(comm, plan, (weight, weight, weight, 2), {"up": weight})
+        assert found is arrival
+        order = [*calls]
+        calls.clear()
+        return order, [*copies.weights]
+
+    behind, before, alone = ["dispatch", "copies"], ["copies", "dispatch"], ["dispatch"]
+    assert dispatch_planned(0, weight) == (alone, [])
+    assert dispatch_planned(2, weight) == (behind, ["up"])
+    assert dispatch_planned(2, weight) == (before, ["up"])
+    assert dispatch_planned(0, weight) == (before, [])
+    assert dispatch_planned(0, None) == (behind, ["up"])
+    assert dispatch_planned(0, None) == (before, ["up"])
