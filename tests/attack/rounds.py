@@ -62,7 +62,10 @@ def work(comm: fusco.Communicator, setup: Setup, *name: int | str) -> str:
     kind = random.choices(kinds, weights)[0]
     try:
         kind(Round(comm, setup, random, random.randrange(1 << 30)))
-    except AssertionError as error:
+    except fusco.FuscoError:
+        raise
+    except Exception as error:
+        comm.synchronize()  # on CUDA only this says that a rank has failed, whose part is undefined
         raise AssertionError(f"{kind.__name__} of round {name}: {error}") from error
     return kind.__name__
 

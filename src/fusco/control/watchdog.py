@@ -223,8 +223,8 @@ class Grace:
 class PeerWatch:
     """Examines all ranks every 20 ms once it is started, and calls a function as soon as one is gone.
 
-    Replays of a CUDA graph involve no host, so no call of ``Watchdog`` limits their waits. The thread calls nothing of
-    CUDA, and so does not invalidate a capture of another thread.
+    The host may wait for a device by itself, and replays of a CUDA graph involve no host, so no call of ``Watchdog``
+    would look. The thread calls nothing of CUDA, and so does not invalidate a capture of another thread.
     """
 
     def __init__(self, watchdog: Watchdog, on_loss: Callable[[], None]) -> None:

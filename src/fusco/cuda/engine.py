@@ -122,7 +122,7 @@ class CudaEngine:
             expert_bytes = bytes_of_experts(device_layout.num_ranks, placement.num_experts, num_experts)
             self._arena = Arena.of(device_layout, expert_bytes, store_gather, gpu)
             self._peer_watch = PeerWatch(self._watchdog, self.abort)
-            self._order = StreamOrder(gpu, self._note_capture)
+            self._order = StreamOrder(gpu, self._graphs.note)
             resources.callback(self._release_memory)
             self._context = CudaContext.of(library, self._arena, placement, self._watchdog, num_experts)
             if self._topology.num_nodes > 1:
@@ -136,8 +136,7 @@ class CudaEngine:
             gpu.synchronize()  # the first verb may run on any stream
             store_gather.all_gather("arena", "")  # barrier: no rank writes to an arena before its owner has cleared it
             self._captured += captured
-            if captured:
-                self._peer_watch.start()
+            self._peer_watch.start()
             self._resources = resources.pop_all()
 
     def _connect_nodes(self, store_gather: Gather, timeout_s: float) -> Network:
@@ -171,10 +170,6 @@ class CudaEngine:
     def pending_error(self) -> Exception | None:
         of_captured = (each.pending_error() for each in self._captured)
         return self._shuffle.pending_error() or next(filter(None, of_captured), None)
-
-    def _note_capture(self) -> None:
-        self._peer_watch.start()
-        self._graphs.note()
 
     def num_live_graphs(self, *, are_deleted: bool = False) -> int:
         each_graphs = (self._graphs, *(each.graphs for each in self._captured))
@@ -252,7 +247,7 @@ class CudaEngine:
         return Pending(request.counts(self._topology.world_size), run)
 
     def prepare_all_to_all(self, request: AllToAllRequest, call: Call) -> Pending[AllToAllRequest]:
-        """Keep the order of the caller's stream; on one node the host waits for the end."""
+        """Keep the order of the caller's stream."""
         if request.pieces:
             request = replace(request, input=_joined(request.pieces, request.num_sms), pieces=())
 
@@ -274,10 +269,6 @@ class CudaEngine:
     def _exchange_within_node(self, request: AllToAllRequest, call: Call, stream: torch.cuda.Stream) -> None:
         sent, received = (request.input, request.send_rows), (request.output, request.receive_rows)
         exchange_rows(self._context.launcher(stream), self._arena.layout, sent, received, request.num_sms)
-        has_ended, others = stream.record_event(), tuple(r for r in self._arena.node_ranks if r != self._rank)
-        stall = Stall("exchanging rows", others, "all of them", "not all")
-        self._watchdog.wait_until(has_ended.query, lambda: stall)
-        self._watchdog.check_device()  # what is awaited also ends when the device gives up
         num_rows = sum(request.receive_rows) - request.receive_rows[self._rank]
         call.profile.intranode_row_bytes += num_rows * request.row_bytes
 

@@ -39,10 +39,10 @@ GATHER_THREADS = 512
 # Not tuned on GPUs. Few threads to a block of ``divide_rows``: experts have shared memory, on several SMs.
 CHOOSE_OWNERS_THREADS = CHOOSE_OWNERS_PAIRS = 512
 SHARE_COUNTS_THREADS, DIVIDE_ROWS_THREADS, PLAN_BATCH_WARPS = 1024, 64, 32
-# 32 slots of 16 KiB for each of 8 ranks are 8 MiB; blocks must be as many on all ranks.
-COPY_EXPERTS_THREADS, COPY_EXPERTS_BLOCKS, COPY_EXPERTS_DEPTH, COPY_EXPERTS_CHUNK = 512, 32, 2, 16 << 10
-# Not tuned on GPUs. Four slots of 16 KiB of each lane are a ring of byte streams.
-EXCHANGE_THREADS, EXCHANGE_LANES, EXCHANGE_DEPTH = 512, 64, 4
+# A warp has a chunk under way. 1024 slots of 4 KiB for each of 8 ranks are 32 MiB; blocks must be as many on all ranks.
+COPY_EXPERTS_THREADS, COPY_EXPERTS_BLOCKS, COPY_EXPERTS_DEPTH, COPY_EXPERTS_CHUNK = 512, 32, 2, 4 << 10
+# Two slots of 4 KiB of each channel are a ring of byte streams.
+EXCHANGE_THREADS, EXCHANGE_CHANNELS, EXCHANGE_DEPTH = 512, 512, 2
 ADD_RETURNED_THREADS, ADD_RETURNED_BLOCKS_PER_SM = 256, 4
 WEIGHT_GRADIENTS_THREADS, WEIGHT_GRADIENTS_BLOCKS_PER_SM = 256, 8
 WEIGHTED_SUM_THREADS = 256  # of benchmarks only; not tuned

@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 
 from fusco.core.rows import row_bytes
-from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, I64, POINTER, U64, struct
+from fusco.cuda.kernels.abi import ELEMENT_TYPES, I32, I64, POINTER, U64, WARP_SIZE, struct
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan_batch import DeviceBatches
@@ -28,7 +28,7 @@ from fusco.cuda.tuning import (
 )
 
 _MAX_TENSORS = 16  # of a launch
-_NUM_WORDS = 4  # flags and counters of each block and peer
+_NUM_WORDS = 4  # flags and counters of each channel and peer
 _PLACE_INTS = 5  # of shared memory, for each spare place of the node
 
 _ExpertTensor = struct("ExpertTensor", (POINTER, "source target"), (I64, "source_pitch target_pitch num_bytes"))
@@ -49,8 +49,9 @@ def copy_experts_type(num_ranks: int, num_tensors: int) -> type[ctypes.Structure
 
 def copied_bytes(num_ranks: int) -> int:
     """Return the bytes of an arena that copies need: flags, then slots."""
-    flags = -(-4 * _NUM_WORDS * NUM_BLOCKS * num_ranks // 128) * 128
-    return flags + NUM_BLOCKS * num_ranks * DEPTH * CHUNK_BYTES
+    num_channels = NUM_BLOCKS * NUM_THREADS // WARP_SIZE
+    flags = -(-4 * _NUM_WORDS * num_channels * num_ranks // 128) * 128
+    return flags + num_channels * num_ranks * DEPTH * CHUNK_BYTES
 
 
 def bytes_of_experts(num_ranks: int, num_physical: int, num_experts: int | None) -> int:

@@ -14,14 +14,18 @@ from itertools import accumulate
 import torch
 
 from fusco.core.rows import as_bytes, row_bytes
-from fusco.cuda.kernels.abi import I32, I64, POINTER, U64, struct
+from fusco.cuda.kernels.abi import I32, I64, POINTER, U64, WARP_SIZE, struct
 from fusco.cuda.kernels.comm import comm_type
 from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.memory.layout import DeviceLayout
-from fusco.cuda.tuning import EXCHANGE_DEPTH as DEPTH, EXCHANGE_LANES as MAX_LANES, EXCHANGE_THREADS as NUM_THREADS
+from fusco.cuda.tuning import (
+    EXCHANGE_CHANNELS as MAX_CHANNELS,
+    EXCHANGE_DEPTH as DEPTH,
+    EXCHANGE_THREADS as NUM_THREADS,
+)
 
-_LEAST_CHUNK_BYTES = 1 << 10  # where rings are small, lanes are few
-EXCHANGE_CONSTANTS = {"MAX_LANES": MAX_LANES, "DEPTH": DEPTH}
+_LEAST_CHUNK_BYTES = 1 << 10  # where rings are small, channels are few
+EXCHANGE_CONSTANTS = {"MAX_CHANNELS": MAX_CHANNELS, "DEPTH": DEPTH}
 
 
 @cache
@@ -34,7 +38,7 @@ def exchange_type(num_ranks: int) -> type[ctypes.Structure]:
         (U64, "flags rings"),
         (I64, "ring_bytes chunk_bytes"),
         (I64 * num_ranks, "input_ends output_ends"),
-        (I32, "num_lanes pad"),
+        (I32, "num_channels pad"),
     )
 
 
@@ -54,10 +58,10 @@ def exchange_rows(
         layout: of every arena.
         sent: contiguous rows, and how many of them go to each rank, in order of rank.
         received: the same of what arrives, of rows of as many bytes.
-        num_sms: at most as many SMs, which ranks need not agree on; by default one for each lane.
+        num_sms: at most as many SMs, which ranks need not agree on; by default all channels at once.
     """
     ring_bytes = layout.ring_depth * layout.slot_bytes
-    num_lanes = max(1, min(MAX_LANES, ring_bytes // (DEPTH * _LEAST_CHUNK_BYTES)))
+    num_channels = max(1, min(MAX_CHANNELS, ring_bytes // (DEPTH * _LEAST_CHUNK_BYTES)))
     input_ends, output_ends = (
         tuple(accumulate(number * row_bytes(rows) for number in num_rows)) for rows, num_rows in (sent, received)
     )
@@ -68,11 +72,11 @@ def exchange_rows(
         flags=layout.offsets["exchanged"],
         rings=layout.offsets["rings"],
         ring_bytes=ring_bytes,
-        chunk_bytes=ring_bytes // (num_lanes * DEPTH) // 16 * 16,
+        chunk_bytes=ring_bytes // (num_channels * DEPTH) // 16 * 16,
         input_ends=input_ends,
         output_ends=output_ends,
-        num_lanes=num_lanes,
+        num_channels=num_channels,
         pad=0,
     )
-    grid = min(num_lanes, launcher.sms(num_sms))
+    grid = min(-(-num_channels * WARP_SIZE // NUM_THREADS), launcher.sms(num_sms))
     launcher.launch("exchange_rows", EXCHANGE_CONSTANTS, arguments, grid=grid, num_threads=NUM_THREADS)

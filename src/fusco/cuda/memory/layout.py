@@ -9,7 +9,7 @@ from fusco.core.config import EngineConfig
 from fusco.core.memory_size import MemorySize
 from fusco.cuda.kernels.abi import CHUNK_PAIRS
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
-from fusco.cuda.tuning import EXCHANGE_LANES, MAX_PARTS, NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
+from fusco.cuda.tuning import EXCHANGE_CHANNELS, MAX_PARTS, NETWORK_SLICE_BYTES, STREAM_SLICE_BYTES
 from fusco.planner.rank_lanes import most_crossing_rows
 
 MAX_PAYLOADS = 8  # per dispatch
@@ -60,7 +60,7 @@ class DeviceLayout(EngineConfig):
             "node_ready": 4 * ranks,
             "rows_ready": 4 * ranks * tokens * MAX_PARTS,
             "sums_ready": 4 * ranks * tokens * MAX_PARTS,
-            "exchanged": 4 * 4 * EXCHANGE_LANES * ranks,
+            "exchanged": 4 * 4 * EXCHANGE_CHANNELS * ranks,
             "ids": 2 * sources * pairs * 4,
             "weights": 2 * sources * pairs * 8,
             "pool": self._part_bytes(max(tokens * (self.topology.num_nodes - 1), self.max_crossing_rows)),

@@ -29,9 +29,9 @@ KINDS = [(torch.float32, (3, 11)), (torch.uint8, (7,)), (torch.bfloat16, (40, 4)
 
 @pytest.fixture(autouse=True)
 def _many_messages(monkeypatch):
-    """Small chunks of few blocks: more messages than slots."""
-    monkeypatch.setattr(kernel, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(kernel, "NUM_BLOCKS", 3)
+    """Small chunks of few channels: more messages than slots."""
+    for name, value in (("CHUNK_BYTES", 32), ("NUM_BLOCKS", 2), ("NUM_THREADS", 64)):
+        monkeypatch.setattr(kernel, name, value)
 
 
 class Batch:

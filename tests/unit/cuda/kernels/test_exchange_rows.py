@@ -24,8 +24,9 @@ KINDS = [(torch.uint8, ()), (torch.bfloat16, (33,)), (torch.float32, (4,))]
 
 @pytest.fixture(autouse=True)
 def _many_chunks(monkeypatch):
-    """Several lanes with small chunks: more of them than slots."""
+    """Several channels with small chunks: more of them than slots, and than warps of some ranks."""
     monkeypatch.setattr(kernel, "_LEAST_CHUNK_BYTES", 16)
+    monkeypatch.setattr(kernel, "NUM_THREADS", 64)
 
 
 def run(num_ranks: int, program, folder, order: int, timeout_s: float = 30.0, patience: int = 1) -> list[Any]:

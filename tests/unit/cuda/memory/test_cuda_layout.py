@@ -14,7 +14,7 @@ from fusco.cuda.kernels.copy_experts import copied_bytes
 from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES
 from fusco.cuda.memory.layout import MAX_PAYLOADS, DeviceLayout
-from fusco.cuda.tuning import EXCHANGE_LANES, MAX_PARTS
+from fusco.cuda.tuning import EXCHANGE_CHANNELS, MAX_PARTS
 
 CACHE_LINE = 128
 SECTIONS = (
@@ -77,7 +77,7 @@ def test_sections_are_aligned_and_have_the_room_that_kernels_take(layout):
         "node_ready": 4 * ranks,
         "rows_ready": 4 * ranks * rows,
         "sums_ready": 4 * ranks * rows * MAX_PARTS,
-        "exchanged": 4 * 4 * EXCHANGE_LANES * ranks,
+        "exchanged": 4 * 4 * EXCHANGE_CHANNELS * ranks,
         "ids": 4 * 2 * topology.world_size * pairs,
         "weights": 8 * 2 * topology.world_size * pairs,
         "pool": 0,

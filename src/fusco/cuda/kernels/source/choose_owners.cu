@@ -5,7 +5,7 @@
 // Twin: choose_owners of tests/reference.
 //
 // Compile-time constants: ARGUMENT_BYTES, ID_BYTES (4, 8), PAIRS_PER_BLOCK, NUM_THREADS.
-#include "base.cuh"
+#include "ids.cuh"
 
 struct ChooseArgs {
     const void* topk_idx;          // [pair]
@@ -21,10 +21,6 @@ static_assert(sizeof(ChooseArgs) == ARGUMENT_BYTES, "choose_owners.py mirrors th
 
 constexpr i64 UNPLACED = -0x80000000ll;  // of planner/routing.py
 
-__device__ __forceinline__ i64 id_of(const ChooseArgs& args, i64 pair) {
-    return ID_BYTES == 8 ? static_cast<const i64*>(args.topk_idx)[pair] : static_cast<const i32*>(args.topk_idx)[pair];
-}
-
 __device__ __forceinline__ bool is_expert(const ChooseArgs& args, i64 id) { return id >= 0 && id < args.num_experts; }
 
 // Return the owner of the ``number``-th pair of an expert, as an index among its owners.
@@ -36,38 +32,36 @@ __device__ __forceinline__ i32 owner_of(const ChooseArgs& args, i32 first, i32 n
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) choose_owners(const __grid_constant__ ChooseArgs args) {
-    extern __shared__ i32 shared[];       // [divided], pairs before those that this block looks at
-    __shared__ i32 divided[NUM_THREADS];  // of each pair that it looks at
+    extern __shared__ i32 shared[];  // [divided], pairs before those that this block, and each warp in turn, looks at
     for (i32 i = threadIdx.x; i < args.max_divided; i += NUM_THREADS) shared[i] = 0;
     __syncthreads();
     const i64 first_pair = static_cast<i64>(blockIdx.x) * PAIRS_PER_BLOCK;
-    for (i64 pair = threadIdx.x; pair < first_pair; pair += NUM_THREADS) {
-        const i64 id = id_of(args, pair);
-        const i32 index = is_expert(args, id) ? args.expert_to_divided[id] : -1;
-        if (index >= 0) atomicAdd(shared + index, 1);
-    }
+    const auto divided_index = [&](i64 id) { return is_expert(args, id) ? args.expert_to_divided[id] : -1; };
+    count_ids(args.topk_idx, first_pair, shared, divided_index);
+    __syncthreads();
     const i64 end = min(first_pair + static_cast<i64>(PAIRS_PER_BLOCK), args.num_pairs);
     for (i64 tile = first_pair; tile < end; tile += NUM_THREADS) {
         const i64 pair = tile + threadIdx.x;
-        const i64 id = pair < end ? id_of(args, pair) : -1;
-        const i32 index = is_expert(args, id) ? args.expert_to_divided[id] : -1;
-        divided[threadIdx.x] = index;
-        __syncthreads();
+        const i64 id = pair < end ? id_at(args.topk_idx, pair) : -1;
+        const i32 index = divided_index(id);
+        const u32 same = __match_any_sync(ALL_LANES, index), before = same & ((1u << threadIdx.x % WARP_SIZE) - 1);
+        i32 number = 0;
+        for (u32 warp = 0; warp < NUM_THREADS / WARP_SIZE; ++warp) {
+            if (warp == threadIdx.x / WARP_SIZE) {
+                if (index >= 0) number = shared[index] + __popc(before);
+                __syncwarp();  // all lanes have read
+                if (index >= 0 && !before) shared[index] += __popc(same);
+            }
+            __syncthreads();
+        }
         i64 physical = id;
         if (is_expert(args, id)) {
             const i32 first = args.expert_to_first[id], num_owners = args.expert_to_first[id + 1] - first;
-            i32 owner = 0;
-            if (index >= 0) {
-                i32 number = shared[index];
-                for (u32 before = 0; before < threadIdx.x; ++before) number += divided[before] == index;
-                owner = owner_of(args, first, num_owners, number);
-            }
+            const i32 owner = index >= 0 ? owner_of(args, first, num_owners, number) : 0;
             physical = num_owners ? args.owners[first + owner] : -1;  // none of an expert that is lost
         } else if (id >= args.num_experts && id < args.num_physical) {
             physical = id + UNPLACED;  // no expert, and no physical one either
         }
-        __syncthreads();
-        if (index >= 0) atomicAdd(shared + index, 1);
         if (pair >= end) continue;
         if (ID_BYTES == 8)
             static_cast<i64*>(args.chosen)[pair] = physical;

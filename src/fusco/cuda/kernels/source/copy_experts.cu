@@ -1,9 +1,9 @@
 // Copy the experts of a batch's plan from their homes to spare places of the node's ranks; or return the gradients of
 // copies, and add them at home, in ascending order of rank.
 //
-// Chunks of an expert are dealt to blocks, and each block exchanges its chunks with the same block of other ranks, without
-// waiting for other blocks: it stores a chunk into a slot of the receiver's arena, which copies it from there. Ends of a copy
-// go through the messages of a common order, so among those that are left, the first can always move. Twin:
+// Chunks of an expert are dealt to channels, a warp each, and each exchanges its chunks with the same channel of other ranks,
+// without waiting for other warps: it stores a chunk into a slot of the receiver's arena, which copies it from there. Ends of a
+// copy go through the messages of a common order, so among those that are left, the first can always move. Twin:
 // tests/unit/cuda/simulated_owner_kernels.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_THREADS, NUM_TENSORS, NUM_BLOCKS, DEPTH (slots from each rank),
@@ -32,7 +32,8 @@ static_assert(sizeof(CopyExpertsArgs) == ARGUMENT_BYTES, "copy_experts.py mirror
 using E = Element<ELEMENT>;
 constexpr i32 HEADER_INTS = 2, COPY_INTS = 3;
 constexpr i64 GROWTH = IS_SUM ? sizeof(E::Sum) / sizeof(E::Bits) : 1;  // from bytes of a source to those of its target
-// Words of each block and peer: messages that are here, those that the peer has read, and how many were sent and taken.
+constexpr i32 NUM_CHANNELS = NUM_BLOCKS * NUM_THREADS / WARP_SIZE;
+// Words of each channel and peer: messages that are here, those that the peer has read, and how many were sent and taken.
 enum Word : i32 { ARRIVED, RELEASED, SENT, TAKEN, NUM_WORDS };
 enum class Action : i32 { SEND, RECEIVE, GIVE_UP };
 
@@ -40,19 +41,21 @@ struct Message {
     i32 peer, place;  // of this rank's source or target
 };
 
-// What a block sends or receives: chunks of tensors of copies, in order.
+__device__ __forceinline__ i32 this_channel() { return (blockIdx.x * NUM_THREADS + threadIdx.x) / WARP_SIZE; }
+
+// What a channel sends or receives: chunks of tensors of copies, in order.
 struct Cursor {
     i32 message = 0, tensor = 0;
-    i64 first = static_cast<i64>(blockIdx.x) * CHUNK_BYTES;  // byte of the chunk
+    i64 first = static_cast<i64>(this_channel()) * CHUNK_BYTES;  // byte of the chunk
 
     __device__ __forceinline__ void settle(const CopyExpertsArgs& args, i32 num_messages) {
         while (message < num_messages && first >= args.tensors[tensor].num_bytes) {
-            first = static_cast<i64>(blockIdx.x) * CHUNK_BYTES;
+            first = static_cast<i64>(this_channel()) * CHUNK_BYTES;
             if (++tensor == NUM_TENSORS) tensor = 0, ++message;
         }
     }
     __device__ __forceinline__ void go_on(const CopyExpertsArgs& args, i32 num_messages) {
-        first += static_cast<i64>(NUM_BLOCKS) * CHUNK_BYTES;
+        first += static_cast<i64>(NUM_CHANNELS) * CHUNK_BYTES;
         settle(args, num_messages);
     }
     __device__ __forceinline__ i64 size(const CopyExpertsArgs& args) const {
@@ -61,12 +64,12 @@ struct Cursor {
 };
 
 __device__ __forceinline__ u32* words(const CopyExpertsArgs& args, i32 rank, Word word) {
-    return section<u32>(args.comm, rank, args.section) + (word * NUM_BLOCKS + blockIdx.x) * NUM_RANKS;
+    return section<u32>(args.comm, rank, args.section) + (word * NUM_CHANNELS + this_channel()) * NUM_RANKS;
 }
 // The slot of a message from `src` in a rank's arena.
 __device__ __forceinline__ u8* slot_of(const CopyExpertsArgs& args, i32 rank, i32 src, u32 number) {
-    const u64 flags = (4 * NUM_WORDS * NUM_BLOCKS * NUM_RANKS + 127) / 128 * 128;
-    const u64 slot = (static_cast<u64>(blockIdx.x) * NUM_RANKS + src) * DEPTH + number % DEPTH;
+    const u64 flags = (4 * NUM_WORDS * NUM_CHANNELS * NUM_RANKS + 127) / 128 * 128;
+    const u64 slot = (static_cast<u64>(this_channel()) * NUM_RANKS + src) * DEPTH + number % DEPTH;
     return args.comm.arena[rank] + args.section + flags + slot * CHUNK_BYTES;
 }
 
@@ -91,7 +94,7 @@ __device__ void list_messages(const CopyExpertsArgs& args, const i32* experts, M
     sizes[0] = num_homes, sizes[1] = num_here;
 }
 
-// Return what this block can do next; one thread.
+// Return what this channel can do next; one lane.
 __device__ Action next_action(const CopyExpertsArgs& args, const Message* sent, const Message* received) {
     const Comm& comm = args.comm;
     if (is_broken(comm)) return Action::GIVE_UP;
@@ -117,32 +120,32 @@ __device__ Action next_action(const CopyExpertsArgs& args, const Message* sent, 
 
 __device__ __forceinline__ void add_elements(const u8* slot, E::Sum* sums, i64 number) {
     constexpr i32 WIDE = 16 / sizeof(E::Bits);
-    for (i64 i = threadIdx.x; i < number / WIDE; i += NUM_THREADS) {
+    for (i64 i = lane_index(); i < number / WIDE; i += WARP_SIZE) {
         Pack<E, WIDE> pack;
         pack.load_shared(slot + i * 16);
 #pragma unroll
         for (i32 j = 0; j < WIDE; ++j) sums[i * WIDE + j] += E::widen(pack.bits[j]);
     }
-    for (i64 i = number / WIDE * WIDE + threadIdx.x; i < number; i += NUM_THREADS) {
+    for (i64 i = number / WIDE * WIDE + lane_index(); i < number; i += WARP_SIZE) {
         Pack<E, 1> pack;
         pack.load_shared(slot + i * sizeof(E::Bits));
         sums[i] += E::widen(pack.bits[0]);
     }
 }
 
-// Fill this block's chunks of a place of all targets.
+// Fill this channel's chunks of a place of all targets.
 __device__ void fill_place(const CopyExpertsArgs& args, i32 place, u8 value) {
     Cursor chunk;
     for (chunk.settle(args, 1); chunk.message < 1; chunk.go_on(args, 1)) {
         const ExpertTensor& tensor = args.tensors[chunk.tensor];
-        fill_bytes(tensor.target + place * tensor.target_pitch + chunk.first * GROWTH, value, chunk.size(args) * GROWTH);
+        u8* const target = tensor.target + place * tensor.target_pitch + chunk.first * GROWTH;
+        fill_bytes<WARP_SIZE>(target, value, chunk.size(args) * GROWTH, lane_index());
     }
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_experts(const __grid_constant__ CopyExpertsArgs args) {
     extern __shared__ i32 shared[];  // experts in spare places of all ranks, messages of homes, those of this rank's places
     __shared__ i32 sizes[2];
-    __shared__ Action action;
     const Comm& comm = args.comm;
     const i32 num_places = NUM_RANKS * args.spare_places, num_copies = args.plan[0];
     const i32* const copies = args.plan + HEADER_INTS + args.num_experts;
@@ -169,17 +172,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_experts(const __g
     while (sent.message < num_sends || received.message < num_receives) {
         const Message* const to = sent.message < num_sends ? sends + sent.message : nullptr;
         const Message* const from = received.message < num_receives ? receives + received.message : nullptr;
-        if (threadIdx.x == 0) action = next_action(args, to, from);
-        __syncthreads();
-        const Action what = action;
+        Action what = Action::GIVE_UP;
+        if (lane_index() == 0) what = next_action(args, to, from);
+        __syncwarp();  // all lanes may rely on what one lane has seen
+        what = static_cast<Action>(__shfl_sync(ALL_LANES, static_cast<i32>(what), 0));
         if (what == Action::GIVE_UP) break;
         if (what == Action::SEND) {
             const ExpertTensor& tensor = args.tensors[sent.tensor];
             const u32 number = words(args, comm.rank, SENT)[to->peer] + 1;
             const u8* const source = tensor.source + to->place * tensor.source_pitch + sent.first;
-            copy_bytes(source, slot_of(args, to->peer, comm.rank, number), sent.size(args));
-            __syncthreads();  // all threads have stored
-            if (threadIdx.x == 0) {
+            copy_bytes<WARP_SIZE>(source, slot_of(args, to->peer, comm.rank, number), sent.size(args), lane_index());
+            __syncwarp();  // all lanes have stored
+            if (lane_index() == 0) {
                 store_release_system(words(args, to->peer, ARRIVED) + comm.rank, number);
                 words(args, comm.rank, SENT)[to->peer] = number;
             }
@@ -192,16 +196,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_experts(const __g
             if (IS_SUM)
                 add_elements(slot, reinterpret_cast<E::Sum*>(target), received.size(args) / sizeof(E::Bits));
             else
-                copy_bytes(slot, target, received.size(args));
-            __syncthreads();  // all threads have read
-            if (threadIdx.x == 0) {
+                copy_bytes<WARP_SIZE>(slot, target, received.size(args), lane_index());
+            __syncwarp();  // all lanes have read
+            if (lane_index() == 0) {
                 words(args, comm.rank, TAKEN)[from->peer] = number;
                 store_release_system(words(args, from->peer, RELEASED) + comm.rank, number);
             }
             received.go_on(args, num_receives);
         }
-        __syncthreads();  // before counters are read again
+        __syncwarp();  // before counters are read again
     }
-    if (!__syncthreads_and(!is_broken(comm)))  // a replayed graph would otherwise return earlier values
+    if (__any_sync(ALL_LANES, is_broken(comm)))  // a replayed graph would otherwise return earlier values
         for (i32 place = 0; place < args.num_targets; ++place) fill_place(args, place, 0xff);
 }

@@ -42,7 +42,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) copy_segments(const __
             if (segment_begin >= end) break;
             const i64 first = rounded_up(begin - segment_begin);
             const i64 last = min(ends[i] - segment_begin, rounded_up(end - segment_begin));
-            if (first < last) copy_bytes(args.src + src_offset[i] + first, args.dst + dst_offset[i] + first, last - first);
+            if (first >= last) continue;
+            const u8* const src = args.src + src_offset[i] + first;
+            copy_bytes<NUM_THREADS>(src, args.dst + dst_offset[i] + first, last - first, threadIdx.x);
         }
     }
 }

@@ -3,7 +3,7 @@
 // The block of this node searches for invalid expert ids instead. Twin: tests/reference/plan_forwarding.py.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_TOPK, ID_BYTES (4, 8), WEIGHT_BYTES (0, 4, 8), NUM_THREADS.
-#include "base.cuh"
+#include "ids.cuh"
 
 struct ForwardingArgs {
     const u8* topk_idx;
@@ -25,10 +25,6 @@ static_assert(sizeof(ForwardingArgs) == ARGUMENT_BYTES, "plan_forwarding.py mirr
 
 constexpr u32 NUM_WARPS = NUM_THREADS / WARP_SIZE;
 
-__device__ __forceinline__ i64 id_of(const ForwardingArgs& args, i32 pair) {
-    return ID_BYTES == 8 ? reinterpret_cast<const i64*>(args.topk_idx)[pair]
-                         : reinterpret_cast<const i32*>(args.topk_idx)[pair];
-}
 __device__ __forceinline__ bool is_on_node(const ForwardingArgs& args, i64 id, i32 node) {
     return id >= 0 && id < args.num_experts && args.expert_to_node[id] == node;
 }
@@ -47,7 +43,7 @@ __device__ void report_invalid_ids(const ForwardingArgs& args) {
     if (threadIdx.x == 0) first = num_pairs;
     __syncthreads();
     for (i32 pair = threadIdx.x; pair < num_pairs; pair += NUM_THREADS) {
-        if (is_invalid(args, id_of(args, pair))) {
+        if (is_invalid(args, id_at(args.topk_idx, pair))) {
             atomicMin(&first, pair);
             break;
         }
@@ -56,7 +52,7 @@ __device__ void report_invalid_ids(const ForwardingArgs& args) {
     for (i32 token = threadIdx.x; token < args.num_tokens; token += NUM_THREADS) places[token] = -1;
     __syncthreads();
     if (threadIdx.x == 0) {
-        args.summary[args.num_nodes] = first < num_pairs ? id_of(args, first) : 0;
+        args.summary[args.num_nodes] = first < num_pairs ? id_at(args.topk_idx, first) : 0;
         tell(args, args.own_node, first);
     }
 }
@@ -73,7 +69,7 @@ __device__ i32 list_tokens(const ForwardingArgs& args, i32 node, i32* tokens, bo
         bool is_wanted = false;
         if (token < args.num_tokens)
             for (u32 k = 0; k < NUM_TOPK; ++k) {
-                const i64 id = id_of(args, token * NUM_TOPK + k);
+                const i64 id = id_at(args.topk_idx, token * NUM_TOPK + k);
                 is_wanted |= is_on_node(args, id, node);
                 has_invalid |= is_invalid(args, id);
             }
@@ -107,7 +103,7 @@ __device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_liste
         i32 id = -1;
         if (row < num_listed && !is_rejected) {
             const i32 from = tokens[row] * NUM_TOPK + k;
-            const i64 given = id_of(args, from);
+            const i64 given = id_at(args.topk_idx, from);
             if (is_on_node(args, given, node)) id = static_cast<i32>(given);
 #if WEIGHT_BYTES == 4
             reinterpret_cast<u32*>(weights)[pair] = reinterpret_cast<const u32*>(args.topk_weights)[from];
@@ -117,7 +113,7 @@ __device__ void pack_routing(const ForwardingArgs& args, i32 node, i32 num_liste
         }
         if (row >= num_listed && k == 0) tokens[row] = -1;
         if (is_rejected) {
-            const i64 given = id_of(args, pair);
+            const i64 given = id_at(args.topk_idx, pair);
             if (is_invalid(args, given)) id = given < 0 ? max(given, -0x7fffffffll) : min(given, 0x7fffffffll);  // as in plan
         }
         ids[pair] = id;

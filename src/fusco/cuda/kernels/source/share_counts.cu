@@ -6,6 +6,7 @@
 //
 // Compile-time constants: ARGUMENT_BYTES, ID_BYTES (4, 8), NUM_RANKS, NUM_THREADS.
 #include "comm.cuh"
+#include "ids.cuh"
 
 struct ShareArgs {
     Comm comm;
@@ -19,10 +20,6 @@ struct ShareArgs {
 };
 static_assert(sizeof(ShareArgs) == ARGUMENT_BYTES, "share_counts.py mirrors this struct");
 
-__device__ __forceinline__ i64 id_of(const ShareArgs& args, i64 pair) {
-    return ID_BYTES == 8 ? static_cast<const i64*>(args.topk_idx)[pair] : static_cast<const i32*>(args.topk_idx)[pair];
-}
-
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) share_counts(const __grid_constant__ ShareArgs args) {
     extern __shared__ i32 shared[];  // [expert]
     const Comm& comm = args.comm;
@@ -30,10 +27,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) share_counts(const __g
     const u32 epoch = comm.state[COUNTS_EPOCH] + 1, absent = comm.state[ABSENT_RANKS];
     for (i32 expert = threadIdx.x; expert < num_experts; expert += NUM_THREADS) shared[expert] = 0;
     __syncthreads();  // all threads have read the epoch
-    for (i64 pair = threadIdx.x; pair < args.num_pairs; pair += NUM_THREADS) {
-        const i64 id = id_of(args, pair);
-        if (id >= 0 && id < num_experts) atomicAdd(shared + id, 1);
-    }
+    count_ids(args.topk_idx, args.num_pairs, shared, [&](i64 id) {
+        return id >= 0 && id < num_experts ? static_cast<i32>(id) : -1;
+    });
     __syncthreads();
     const u64 first = static_cast<u64>(epoch % 2) * NUM_RANKS * num_experts;
     for (i32 i = threadIdx.x; i < num_experts * NUM_RANKS; i += NUM_THREADS) {
