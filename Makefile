@@ -61,9 +61,10 @@ test-gpu: setup
 	$(MAKE) --no-print-directory -j3 --keep-going --output-sync=target test-gpu-parts
 
 # Tests of several ranks at a time, of each of two parts: one for every 40 GB of all GPUs, as the four ranks of most take
-# up to 3 GiB each, in both parts. Each test is named as it ends, with why it failed: runs may be cut off.
+# up to 3 GiB each, and for every six cores. Each test is named as it ends, with why it failed: runs may be cut off.
 GPU_WORKERS ?= $(or $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | \
-    awk '{ mb += $$1 } END { print int(mb / 40000) }' | grep -v '^0$$'),1)
+    awk -v cores=$$(nproc) '{ mb += $$1 } END { gpus = int(mb / 40000); cores = int(cores / 6); \
+    print gpus < cores ? gpus : cores }' | grep -v '^0$$'),1)
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1

@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,21 +19,19 @@ def run_ranks(what, tmp_path):
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     where = json.dumps({"rails": 2, "folder": str(tmp_path)})
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, what, where],
-            env={**os.environ, **shared, "RANK": str(rank), "NCCL_DEBUG": "INFO"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        return [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    logs = [tmp_path / f"rank-{rank}.log" for rank in (0, 1)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            env = {**os.environ, **shared, "RANK": str(rank), "NCCL_DEBUG": "INFO"}
+            command = [sys.executable, PROGRAM, what, where]
+            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + 120
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):  # its log says what it waited for
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        rank.kill()
+    return [log.read_text() for log in logs]
 
 
 @pytest.mark.cuda

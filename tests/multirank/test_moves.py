@@ -60,6 +60,7 @@ def test_counts_of_more_than_16_bits_are_exchanged(world):
         assert world.run(jobs.counted_rows, 2, setup, rows) == [[rows[0], 0, rows[1], 0]] * 2
 
 
+@pytest.mark.cpu_only  # a dispatch on CUDA comes behind its plan
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 4), (4, 2), (2, 1), (1, 1)])
 def test_counts_travel_with_the_dispatch_while_batches_are_even(world, num_ranks, ranks_per_node):
     """A batch that needs copies, and the one after it, take an exchange more."""
@@ -72,6 +73,7 @@ def test_counts_travel_with_the_dispatch_while_batches_are_even(world, num_ranks
     assert found == [expected] * num_ranks
 
 
+@pytest.mark.cpu_only
 def test_ranks_balance_a_dispatch_together(world):
     placement = ExpertPlacement.contiguous(4, 2).in_places(3)
     setup = Setup(ranks_per_node=2, num_experts=4, num_topk=1, expert_placement=placement)

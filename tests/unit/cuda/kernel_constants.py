@@ -230,7 +230,7 @@ GRID: dict[str, list[Constants]] = {
     "share_counts": [constants_of(share_type(ranks), ranks, 1024, ID_BYTES=size) for ranks, size in ((1, 4), (8, 8))],
     "plan_batch": [constants_of(BatchArgs, 1, threads, **BATCH_CONSTANTS) for threads in (32, 1024)],
     "copy_experts": [
-        constants_of(copy_experts_type(ranks, tensors), ranks, 512, **copy_constants(tensors, dtype))
+        constants_of(copy_experts_type(ranks, tensors), ranks, 512, **copy_constants(ranks, tensors, dtype))
         for ranks, tensors, dtype in (
             (8, 2, None),
             (1, 16, None),

@@ -1,8 +1,9 @@
 """The kernel ``copy_experts``: copies of a batch's plan within a node, and their gradients, as the device has planned.
 
-A rank sends and receives at once, by 32 blocks. An expert of B bytes is read once and stored once over NVLink, and at
-its new place read and written once more. A block has one chunk of 16 KiB under way each way. Two H200 reached 100
-GB/s, 94 us for an expert of 9.4 MB (docs/balance.md).
+A rank sends and receives at once, by 512 warps of 32 blocks. An expert of B bytes is read once and stored once over
+NVLink, and at its new place read and written once more. A warp has a chunk of 8 KiB under way, each of which costs it
+some 10 us, flags and counters for the most part. Two H200 reached 178 GB/s of 390, 53 us for an expert of 9.4 MB
+(docs/balance.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fusco.cuda.kernels.launcher import Launcher
 from fusco.cuda.kernels.plan_batch import DeviceBatches
 from fusco.cuda.kernels.share_counts import shared_count_bytes
 from fusco.cuda.tuning import (
-    COPY_EXPERTS_BLOCKS as NUM_BLOCKS,
+    COPY_EXPERTS_BLOCKS as MAX_BLOCKS,
     COPY_EXPERTS_CHUNK as CHUNK_BYTES,
     COPY_EXPERTS_DEPTH as DEPTH,
     COPY_EXPERTS_THREADS as NUM_THREADS,
@@ -49,9 +50,14 @@ def copy_experts_type(num_ranks: int, num_tensors: int) -> type[ctypes.Structure
 
 def copied_bytes(num_ranks: int) -> int:
     """Return the bytes of an arena that copies need: flags, then slots."""
-    num_channels = NUM_BLOCKS * NUM_THREADS // WARP_SIZE
+    num_channels = _num_blocks(num_ranks) * NUM_THREADS // WARP_SIZE
     flags = -(-4 * _NUM_WORDS * num_channels * num_ranks // 128) * 128
     return flags + num_channels * num_ranks * DEPTH * CHUNK_BYTES
+
+
+def _num_blocks(num_ranks: int) -> int:
+    """Return the blocks of every rank: fewer for more than 8 ranks, so that slots never take more than 64 MiB."""
+    return min(MAX_BLOCKS, max(1, 8 * MAX_BLOCKS // num_ranks))
 
 
 def bytes_of_experts(num_ranks: int, num_physical: int, num_experts: int | None) -> int:
@@ -60,11 +66,11 @@ def bytes_of_experts(num_ranks: int, num_physical: int, num_experts: int | None)
     return shared_count_bytes(num_ranks, num_physical) + has_places * copied_bytes(num_ranks)
 
 
-def copy_constants(num_tensors: int, sums_of: torch.dtype | None) -> dict[str, object]:
+def copy_constants(num_ranks: int, num_tensors: int, sums_of: torch.dtype | None) -> dict[str, object]:
     """Return the compile-time constants for as many tensors, whose gradients, if they are added, have a dtype."""
     return {
         "NUM_TENSORS": num_tensors,
-        "NUM_BLOCKS": NUM_BLOCKS,
+        "NUM_BLOCKS": _num_blocks(num_ranks),
         "DEPTH": DEPTH,
         "CHUNK_BYTES": CHUNK_BYTES,
         "IS_SUM": int(sums_of is not None),
@@ -116,9 +122,9 @@ def copy_experts(
         )
         launcher.launch(
             "copy_experts",
-            copy_constants(len(tensors), dtype),
+            copy_constants(num_ranks, len(tensors), dtype),
             arguments,
-            grid=NUM_BLOCKS,
+            grid=_num_blocks(num_ranks),
             num_threads=NUM_THREADS,
             shared_bytes=4 * _PLACE_INTS * num_ranks * spare_places,
         )

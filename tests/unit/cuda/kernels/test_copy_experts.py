@@ -30,7 +30,7 @@ KINDS = [(torch.float32, (3, 11)), (torch.uint8, (7,)), (torch.bfloat16, (40, 4)
 @pytest.fixture(autouse=True)
 def _many_messages(monkeypatch):
     """Small chunks of few channels: more messages than slots."""
-    for name, value in (("CHUNK_BYTES", 32), ("NUM_BLOCKS", 2), ("NUM_THREADS", 64)):
+    for name, value in (("CHUNK_BYTES", 32), ("MAX_BLOCKS", 2), ("NUM_THREADS", 64)):
         monkeypatch.setattr(kernel, name, value)
 
 
