@@ -1,7 +1,7 @@
 """The kernel ``exchange_rows``: an all-to-all within a node, through the rings of byte streams, without the host.
 
-A rank's 512 channels, a warp each, have two chunks of 4 KiB under way to each rank, in the rings of 4 MiB that ranks have
-by default. Alone it was not measured; in moves two H200 reached 60 GB/s (docs/performance/cuda.md).
+A rank's 512 channels, a warp each, have two chunks of 4 KiB under way to each rank, in the rings of 4 MiB that ranks
+have by default. Alone it was not measured; in moves two H200 reached 60 GB/s (docs/performance/cuda.md).
 """
 
 from __future__ import annotations
