@@ -270,8 +270,7 @@ class Elastic(Growing):
             )
 
         own = connections.members[self.rank]
-        invited: dict[int, Member] = joins.within_limit(lambda: invite(joins, free, invitation_of, own))
-        return invited
+        return joins.within_limit(lambda: invite(joins, free, invitation_of, own))
 
     def _require_elastic(self, verb: str) -> CommunicatorConfig:
         if self._is_closed:

@@ -34,8 +34,7 @@ def packed(halves: npt.NDArray[np.uint16]) -> list[int]:
     """Return numbers of 16 bits, four in each integer."""
     words = np.zeros(-(-len(halves) // 4), np.int64)
     words.view(np.uint16)[: len(halves)] = halves
-    found: list[int] = words.tolist()
-    return found
+    return words.tolist()
 
 
 def unpacked(counts: Sequence[Sequence[int]]) -> IntArray:

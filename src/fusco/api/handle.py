@@ -184,8 +184,7 @@ class Dispatched:
         described = self.rows, self.payloads[1], self.quantize, wanted
         if self.gradients is None:
             return dequantize_rows(*described)
-        rows: torch.Tensor = DequantizeRows.apply(self.gradients, *described)  # type: ignore[no-untyped-call]
-        return rows
+        return DequantizeRows.apply(self.gradients, *described)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Make the current CUDA stream wait for this dispatch, but for no call launched after it.

@@ -99,8 +99,7 @@ class RankTransfers:
 def _of_rank(ranks: IntArray, peers: IntArray, rank: int) -> list[int]:
     """Return the transfers of a rank, by peer."""
     mine = np.flatnonzero(ranks == rank)
-    found: list[int] = mine[np.argsort(peers[mine], kind="stable")].tolist()
-    return found
+    return mine[np.argsort(peers[mine], kind="stable")].tolist()
 
 
 @dataclass(frozen=True, kw_only=True)

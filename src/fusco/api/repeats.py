@@ -47,8 +47,7 @@ class Repeats:
             known = self._validator.known_dispatch(payloads, topk_idx, topk_weights, alignment, with_weights, origin)
         except Exception:  # noqa: BLE001  ``run_collective`` raises it, on all ranks
             return None
-        sent: Dispatched | None = self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)
-        return sent
+        return self._call("dispatch", known, 0, payloads, (topk_idx, topk_weights, static), launch)
 
     def dispatch_again(
         self, payloads: Sequence[torch.Tensor], handle: Handle, launch: Launch | None, origin: Origin | None = None
@@ -60,10 +59,7 @@ class Repeats:
             known = self._validator.known_redispatch(payloads, handle, origin)
         except Exception:  # noqa: BLE001  as above
             return None
-        rows: list[torch.Tensor] | None = self._call(
-            "dispatch_again", known, handle.number, payloads, handle.plan, launch
-        )
-        return rows
+        return self._call("dispatch_again", known, handle.number, payloads, handle.plan, launch)
 
     def combine(
         self,
@@ -80,8 +76,7 @@ class Repeats:
             known = self._validator.known_combine(verb, ys, handle, weights)
         except Exception:  # noqa: BLE001  as above
             return None
-        sums: list[torch.Tensor] | None = self._call(verb, known, handle.number, ys, handle.plan, launch)
-        return sums
+        return self._call(verb, known, handle.number, ys, handle.plan, launch)
 
     def _call(
         self,

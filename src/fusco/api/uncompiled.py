@@ -25,7 +25,7 @@ def uncompiled(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
     @functools.wraps(verb)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+            return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return verb(*args, **kwargs)
 
     return call
@@ -51,7 +51,7 @@ def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         run = within_limit if "timeout_s" in kwargs else verb
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(run)(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+            return torch.compiler.disable(run)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return run(*args, **kwargs)
 
     return call

@@ -117,5 +117,4 @@ def _resolved(name: str) -> str:
         text = f"the host name {name!r} has not been resolved within {_RESOLVING_S:g} s; ranks use the default route"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         raise TimeoutError(text)
-    address: str = lookup.result()
-    return address
+    return lookup.result()

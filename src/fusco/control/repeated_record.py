@@ -193,13 +193,11 @@ class RepeatedRecord:
             nodes; ``RECORDS_DIFFER`` if a header is not this rank's, or a count not as expected; ``ALL_EQUAL``, and the
             call is done with it.
         """
-        outcome: int = _publish(self._words, self.progress, number, handle)
-        return outcome
+        return _publish(self._words, self.progress, number, handle)
 
     def compare(self, number: int) -> int:
         """Compare a record that has been published, as ``publish`` does."""
-        outcome: int = _compare(self._words, self.progress, number)
-        return outcome
+        return _compare(self._words, self.progress, number)
 
 
 def warm_up_repeated_record() -> None:

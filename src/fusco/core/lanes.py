@@ -56,8 +56,7 @@ def sums_before(values: IntArray, key: IntArray) -> IntArray:
     >>> sums_before(np.array([5, 2, 4]), np.array([0, 1, 0])).tolist()
     [0, 0, 5]
     """
-    before: IntArray = _sums_before(np.ascontiguousarray(values), np.ascontiguousarray(key))
-    return before
+    return _sums_before(np.ascontiguousarray(values), np.ascontiguousarray(key))
 
 
 @compiled(nogil=True)

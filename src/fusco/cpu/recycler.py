@@ -52,7 +52,7 @@ class OutputRecycler:
         weakref.finalize(array, self._release, block).atexit = False
         # Not a view, since PyTorch treats views differently: hooks on one are lost when it is changed in place.
         storage = torch.from_numpy(array).untyped_storage()
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]  # no strides: contiguous
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape)  # type: ignore[call-overload]  # no strides: contiguous
 
     def close(self) -> None:
         """Free the spares; blocks in use are freed when they are released."""

@@ -84,8 +84,7 @@ class MessageRounds:
         profile.intranode_row_bytes += sum(
             flow.total_bytes for flows in plan.receives_within.values() for flow in flows
         )
-        done: torch.cuda.Event = self._network.stream.record_event()
-        return done
+        return self._network.stream.record_event()
 
     def _round_of(self, flow: Flow) -> int:
         """Return 0 for flows of no stage; else a stage's round, where redistribution runs with the next stage."""

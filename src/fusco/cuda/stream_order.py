@@ -114,8 +114,7 @@ class StreamOrder:
             return None
         for output in outputs:
             output.record_stream(self._gpu.current_stream())
-        done: torch.cuda.Event = stream.record_event()
-        return done
+        return stream.record_event()
 
     def wait(self) -> None:
         """Make the current stream wait for all launched work."""

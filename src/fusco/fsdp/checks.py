@@ -112,5 +112,4 @@ def _differing(values: torch.Tensor) -> list[int]:
     lowest, highest = values.clone(), values.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)
-    differs: list[int] = (lowest != highest).nonzero().flatten().tolist()
-    return differs
+    return (lowest != highest).nonzero().flatten().tolist()

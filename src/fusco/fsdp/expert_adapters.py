@@ -131,8 +131,7 @@ class ExpertAdapter:
         a, b = self._factors(adapter)
         left, right = (b, a) if is_output_first(self.layer) else (a, b)
         product = left[experts, :, rows].transpose(1, 2) @ right[experts, :, columns]
-        scaled: torch.Tensor = (product * self.layer.scaling[adapter]).to(stack.dtype)
-        return scaled
+        return (product * self.layer.scaling[adapter]).to(stack.dtype)
 
     def _check_finite(self, adapter: str, merged: torch.Tensor) -> None:
         is_finite = merged.isfinite().all().to(torch.int32)

@@ -115,8 +115,7 @@ def summarize_loads(loads: Mapping[str, torch.Tensor]) -> dict[str, LoadSummary]
 
 
 def _device_of(layer: CountedLayer) -> torch.device:
-    device: torch.device = layer.layer.experts.local(layer.layer.experts.up_name).device
-    return device
+    return layer.layer.experts.local(layer.layer.experts.up_name).device
 
 
 @torch.no_grad()

@@ -161,8 +161,7 @@ class _Files(AbstractContextManager["_Files"]):
 
     def read(self, key: str, part: Part | None = None) -> torch.Tensor:
         opened = self._open(self._key_to_file[key])
-        tensor: torch.Tensor = opened.get_slice(key)[part] if part else opened.get_tensor(key)
-        return tensor
+        return opened.get_slice(key)[part] if part else opened.get_tensor(key)
 
     def __exit__(self, *_: object) -> None:
         for opened in self._opened.values():

@@ -40,8 +40,7 @@ class RowCounter:
         Under a compiler or a dispatch mode this is an operator, which they cannot see into, and whose result is used.
         """
         if ops.is_intercepted():
-            counted: torch.Tensor = _count(num_rows, self._key, torch.is_grad_enabled())
-            return counted
+            return _count(num_rows, self._key, torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self.add(num_rows)
         return num_rows

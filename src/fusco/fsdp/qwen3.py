@@ -67,5 +67,4 @@ def _make(kind: str, shape: Qwen3Shape, **options: Any) -> nn.Module:
         moe_intermediate_size=shape.moe_intermediate,
         **options,
     )
-    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return model
+    return getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -133,8 +133,7 @@ def read_others(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         num_ranks = torch.load(path / _SHARED, weights_only=True)["num_ranks"]
         if num_ranks != _num_ranks():
             raise ValueError(f"{path} is of {num_ranks} ranks, and there are {_num_ranks()} now")
-        others: dict[str, Any] = torch.load(path / _rank_file(_rank()), weights_only=True, map_location="cpu")["others"]
-        return others
+        return torch.load(path / _rank_file(_rank()), weights_only=True, map_location="cpu")["others"]
 
     return path, on_all_ranks(read)
 

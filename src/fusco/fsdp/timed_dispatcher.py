@@ -69,8 +69,7 @@ class TimedDispatcher:
         """Return the same tensor; the section is marked when its gradient is computed."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
-        marked: torch.Tensor = _MarkBackward.apply(tensor, lambda: self.clock.mark(section))  # type: ignore[no-untyped-call]
-        return marked
+        return _MarkBackward.apply(tensor, lambda: self.clock.mark(section))  # type: ignore[no-untyped-call]
 
 
 class _MarkBackward(torch.autograd.Function):

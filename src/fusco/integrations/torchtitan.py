@@ -66,8 +66,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
         """
         if self._dispatcher is None:  # one expert-parallel rank
             args = (x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
-            result: tuple[torch.Tensor, torch.Tensor, Any] = super(BaseEPTokenDispatcher, self).dispatch(*args)
-            return result
+            return super(BaseEPTokenDispatcher, self).dispatch(*args)
         arrival = self._dispatcher.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK, self.num_experts)
         return arrival.rows, arrival.num_rows_per_expert, arrival
 
@@ -79,8 +78,7 @@ class FuscoTokenDispatcher(BaseEPTokenDispatcher):
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' rows (num_tokens, hidden)."""
         if self._dispatcher is None:
-            out: torch.Tensor = super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
-            return out
+            return super(BaseEPTokenDispatcher, self).combine(routed_output_RD, metadata, x_TD)
         if not isinstance(metadata, Arrival):
             self._dispatcher.refuse(f"metadata must be what dispatch returned, got {type(metadata).__name__}")
         return self._dispatcher.combine(routed_output_RD, metadata)

@@ -74,19 +74,16 @@ class Traffic:
     @property
     def rank_loads(self) -> IntArray:
         """Rows that each rank sends to other nodes, int64 (num_nodes, ranks_per_node)."""
-        loads: IntArray = self.num_rows.sum(axis=2)
-        return loads
+        return self.num_rows.sum(axis=2)
 
     def group_loads(self, groups: Groups) -> IntArray:
         """Return the rows that the members of each group send in total, int64 (ranks_per_node,)."""
         members = np.array(groups.group_to_locals)
-        loads: IntArray = self.rank_loads[np.arange(self.topology.num_nodes), members].sum(axis=1)
-        return loads
+        return self.rank_loads[np.arange(self.topology.num_nodes), members].sum(axis=1)
 
     def received_rows(self, groups: Groups) -> IntArray:
         """Return the rows that each rank receives as a forwarder, int64 (ranks_per_node groups, num_nodes)."""
-        received: IntArray = received_by_group(self.num_rows, np.array(groups.group_to_locals))
-        return received
+        return received_by_group(self.num_rows, np.array(groups.group_to_locals))
 
 
 @compiled()

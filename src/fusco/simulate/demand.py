@@ -167,8 +167,7 @@ class Demand:
             raise ValueError(f"a matrix of {self.topology.world_size} ranks is too large, at most {_MOST_RANKS} are")
         share = copies / self.topology.ranks_per_node
         spread = np.rint(self.node_rows * share).astype(np.int64)
-        by_rank: IntArray = spread[:, np.array(self.topology.rank_to_node)]
-        return by_rank
+        return spread[:, np.array(self.topology.rank_to_node)]
 
     @property
     def remote_rows(self) -> int:
@@ -192,5 +191,4 @@ class Demand:
             return of_ranks * self.bytes_per_row
         np.add.at(of_ranks, nodes, self.node_rows)
         scale = self.expert_copies if has_duplicates else 1.0
-        of_nodes: IntArray = np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row
-        return of_nodes
+        return np.rint(of_ranks * scale).astype(np.int64) * self.bytes_per_row

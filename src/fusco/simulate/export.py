@@ -153,8 +153,7 @@ class Messages:
     def awaited(self, message: int) -> IntArray:
         """Return the messages that must have arrived at a message's source before it is sent."""
         earlier = np.isin(self.hop, self.after[self.hop[message]])
-        awaited: IntArray = np.flatnonzero(earlier & (self.dst == self.src[message]))
-        return awaited
+        return np.flatnonzero(earlier & (self.dst == self.src[message]))
 
 
 def messages_of(program: Program, num_ranks: int) -> Messages:

@@ -155,11 +155,9 @@ def _merged_runs(traffic: Traffic, chosen: Groups | Lanes) -> Runs:
 def expert_rows(demand: Demand) -> IntArray:
     """Return the expert-major rows of each rank, int64 (R,)."""
     if demand.exact_pair_rows is not None:
-        exact: IntArray = demand.exact_pair_rows.sum(axis=0)
-        return exact
+        return demand.exact_pair_rows.sum(axis=0)
     per_node = demand.node_rows.sum(axis=0) * demand.expert_copies / demand.topology.ranks_per_node
-    spread: IntArray = np.rint(per_node[np.array(demand.topology.rank_to_node)]).astype(np.int64)
-    return spread
+    return np.rint(per_node[np.array(demand.topology.rank_to_node)]).astype(np.int64)
 
 
 def _matrix(to_locals: IntArray, demand: Demand, *, name: str, latency_us: float, is_sliced: bool = False) -> Hop:

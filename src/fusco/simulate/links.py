@@ -168,5 +168,4 @@ class LinkTable:
 def counterpart(topology: Topology, src: IntArray, dst: IntArray) -> IntArray:
     """Return the rank on the node of each ``src`` with the local rank of ``dst``: whose NIC NCCL's PXN takes."""
     node, local = np.array(topology.rank_to_node), np.array(topology.rank_to_local)
-    ranks: IntArray = np.array(topology.node_to_ranks)[node[src], local[dst]]
-    return ranks
+    return np.array(topology.node_to_ranks)[node[src], local[dst]]

@@ -125,8 +125,7 @@ class LowLatencyExchange(Exchange):
         return Sent((received,), counts, (ids, topk_weights, handle))
 
     def combine(self, y: torch.Tensor, sent: Sent) -> torch.Tensor:
-        out: torch.Tensor = self._buffer.low_latency_combine(y, *sent.ticket)[0]
-        return out
+        return self._buffer.low_latency_combine(y, *sent.ticket)[0]
 
 
 class GatherExchange(Exchange):

@@ -60,10 +60,9 @@ class Matrices:
         if not rows[0].is_cuda:  # where PyTorch has no such product
             return grouped_linear(dequantize(rows), self.wide().transpose(1, 2), None, counts).bfloat16()
         ends, scales = counts.cumsum(0).int(), (rows[1].squeeze(-1).contiguous(), self.scales.squeeze(-1))
-        out: torch.Tensor = torch._scaled_grouped_mm(  # noqa: SLF001  nothing public before PyTorch 2.10
+        return torch._scaled_grouped_mm(  # noqa: SLF001  nothing public before PyTorch 2.10
             rows[0], self.values.transpose(1, 2), *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        return out
 
     def masked(self, rows: Rows) -> torch.Tensor:
         """Multiply all rows (num_experts, capacity, num_inputs) of each expert by its matrix, those in use or not."""
@@ -72,10 +71,9 @@ class Matrices:
         if not rows[0].is_cuda:
             return torch.bmm(dequantize(rows), self.wide().transpose(1, 2)).bfloat16()
         scales = rows[1].squeeze(-1).contiguous(), self.scales.squeeze(-1)
-        out: torch.Tensor = torch._scaled_grouped_mm(  # noqa: SLF001
+        return torch._scaled_grouped_mm(  # noqa: SLF001
             rows[0], self.values.transpose(1, 2), *scales, out_dtype=torch.bfloat16, use_fast_accum=True
         )
-        return out
 
 
 @dataclass(frozen=True)

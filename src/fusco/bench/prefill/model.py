@@ -61,18 +61,15 @@ class PrefillModel:
     def first_tokens(self, prompts: Prompts) -> list[int]:
         """Return the most probable token after each prompt; the host waits for it."""
         out = self._model(**prompts.arguments, logits_to_keep=prompts.last)
-        tokens: list[int] = out.logits[0].argmax(-1).tolist()
-        return tokens
+        return out.logits[0].argmax(-1).tolist()
 
     def hidden_states(self, prompts: Prompts) -> torch.Tensor:
         """Return the last hidden states of all tokens, (num_tokens, hidden)."""
-        hidden: torch.Tensor = self._model.model(**prompts.arguments).last_hidden_state[0]
-        return hidden
+        return self._model.model(**prompts.arguments).last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states, float32 (num_tokens, vocab)."""
-        logits: torch.Tensor = self._model.lm_head(hidden).float()
-        return logits
+        return self._model.lm_head(hidden).float()
 
 
 def _whole_model(job: PrefillJob) -> nn.Module:

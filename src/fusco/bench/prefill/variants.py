@@ -205,8 +205,7 @@ class ShuffleDispatcher(TorchDispatcher):
 
     def combine(self, y: torch.Tensor, arrival: Arrival) -> torch.Tensor:
         """Return the experts' results to their tokens."""
-        out: torch.Tensor = self._shuffle.combine(y, arrival.ticket)
-        return out
+        return self._shuffle.combine(y, arrival.ticket)
 
 
 class ReferenceDispatcher(TorchDispatcher):

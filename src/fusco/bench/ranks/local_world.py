@@ -156,7 +156,7 @@ class LocalWorld(AbstractContextManager["LocalWorld"]):
         """Return what a rank has sent, or its death; ``None`` if there is nothing yet."""
         try:
             if self._pipes[rank].poll():
-                return self._pipes[rank].recv()  # type: ignore[no-any-return]
+                return self._pipes[rank].recv()
         except (EOFError, OSError):  # the latter if it had not read everything, or was writing
             has_ended = True
         return (False, self._death(rank)) if has_ended else None

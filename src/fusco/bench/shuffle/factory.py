@@ -104,8 +104,7 @@ class ShuffleFactory(ExitStack):
         """Return what ``make`` has made for the first workload that asked for this; it serves those that follow."""
         if key not in self._kept:
             self._kept[key] = self.enter_context(make())
-        kept: _Kept = self._kept[key]
-        return kept
+        return self._kept[key]
 
     def by_communicator(
         self,

@@ -80,8 +80,7 @@ class BufferShuffle(PeerShuffle):
 
     def combine(self, y: torch.Tensor, handle: BufferHandle) -> torch.Tensor:
         """Return token-major rows; parts of a sum travel in the dtype of rows."""
-        out: torch.Tensor = self._buffer.combine(weighted_sum(y, handle.row_idx, handle.weights), handle.of_library)[0]
-        return out
+        return self._buffer.combine(weighted_sum(y, handle.row_idx, handle.weights), handle.of_library)[0]
 
 
 class ElasticBufferShuffle(PeerShuffle):
@@ -124,8 +123,7 @@ class ElasticBufferShuffle(PeerShuffle):
         """Return token-major rows; products with weights and parts of a sum are rounded to the dtype of rows."""
         handle, weights = state
         weighted = weighted_sum(y, torch.arange(len(y), device=y.device)[:, None], weights.view(-1, 1))
-        out: torch.Tensor = self._buffer.combine(weighted, handle)[0]
-        return out
+        return self._buffer.combine(weighted, handle)[0]
 
 
 def _id_dtype(deep_ep: Any) -> torch.dtype:

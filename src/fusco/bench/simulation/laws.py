@@ -39,8 +39,7 @@ def scaled(demand: Demand, factor: float) -> Demand:
     """Return a demand with as many times the rows, rounded."""
 
     def times(counts: IntArray) -> IntArray:
-        more: IntArray = np.rint(counts * factor).astype(np.int64)
-        return more
+        return np.rint(counts * factor).astype(np.int64)
 
     return replace(
         demand,

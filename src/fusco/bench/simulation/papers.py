@@ -77,8 +77,7 @@ class PaperRow:
 
 def published_rows() -> list[dict[str, Any]]:
     """Return the rows of ``papers.json``."""
-    rows: list[dict[str, Any]] = _read("papers.json")["results"]
-    return rows
+    return _read("papers.json")["results"]
 
 
 def check_papers(ids: Sequence[str] = ()) -> Iterator[PaperRow]:
@@ -167,8 +166,7 @@ def fast_matrix(entries: str, num_ranks: int, mb_per_rank: float, skew: float, s
         weights = values.astype(np.float64) ** -skew
         matrix = random.choice(values, shape, p=weights / weights.sum()).astype(np.float64)
     np.fill_diagonal(matrix, 0)
-    scaled: IntArray = np.rint(matrix * (mb_per_rank * 1e6 * num_ranks / matrix.sum())).astype(np.int64)
-    return scaled
+    return np.rint(matrix * (mb_per_rank * 1e6 * num_ranks / matrix.sum())).astype(np.int64)
 
 
 def _fast_gbs(row: dict[str, Any]) -> float:

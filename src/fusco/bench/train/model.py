@@ -73,8 +73,7 @@ def _make_bare(job: TrainingJob) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(job.model)
     if hasattr(config.get_text_config(), "attention_dropout"):
         config.get_text_config().attention_dropout = job.dropout
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @torch.no_grad()

@@ -75,8 +75,7 @@ class Dispatch:
     @property
     def node_rows(self) -> IntArray:
         """Rows from node to node, one copy for each, int64 (N, N)."""
-        rows: IntArray = self.traffic.num_rows.sum(axis=1)
-        return rows
+        return self.traffic.num_rows.sum(axis=1)
 
 
 def copies_view(dispatch: Dispatch) -> CopiesView:
@@ -163,8 +162,7 @@ def _about_matrix(title: str, cells: str) -> dict[str, Any]:
 
 
 def _sum_blocks(rows: IntArray, size: int, axis: int) -> IntArray:
-    sums: IntArray = np.add.reduceat(rows, np.arange(0, rows.shape[axis], size), axis=axis)
-    return sums
+    return np.add.reduceat(rows, np.arange(0, rows.shape[axis], size), axis=axis)
 
 
 def hottest(rows: IntArray) -> str:

@@ -60,8 +60,7 @@ class SpareEvents:
         """Return an event that exists on the device."""
         if self._spare:
             return self._spare.popleft()
-        event: torch.cuda.Event = stream.record_event()  # it is made when it is first recorded
-        return event
+        return stream.record_event()  # it is made when it is first recorded
 
     def give_back(self, event: torch.cuda.Event) -> None:
         """Keep an event that is not needed any more."""

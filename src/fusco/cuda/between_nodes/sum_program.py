@@ -180,8 +180,7 @@ class InternodeSumProgram(PlanProgram):
         if plan.traffic is not self._traffic:
             return None
         allocated, plan.allocated = plan.allocated, None
-        memory: list[torch.Tensor] = allocated[1] if allocated and allocated[0] is self else self._new_memory()
-        return memory
+        return allocated[1] if allocated and allocated[0] is self else self._new_memory()
 
     def run(self, outputs: list[torch.Tensor], rows: Sequence[torch.Tensor], plan: Any) -> None:
         kept = self._kept
