@@ -32,7 +32,7 @@ def message(number, size):
 
 
 @contextmanager
-def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
+def started(tmp_path, kind=Plugin, rails=RAILS, name="b", flags=(), **options):
     chosen = nccl_plugin(
         rails, **{"worker": 1, "policy": "fuselink", "limits": LIMITS, "board": tmp_path / name, **options}
     )
@@ -40,7 +40,7 @@ def started(tmp_path, version=11, rails=RAILS, name="b", flags=(), **options):
         for key, value in chosen.items():
             patch.setenv(key, value)
         patch.setenv("FUSCO_NCCL_THREADS", "2")
-        plugin = Plugin(str(library_path(flags=flags)), version)
+        plugin = kind(str(library_path(flags=flags)))
         try:
             yield plugin
         finally:

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 from plugin_rig import message, pairs, settle, started
+from plugin_versions import PluginV10, PropertiesV10, PropertiesV11, TableV10
 
-from fusco.bench.rails import plugin as driver
-from fusco.bench.rails.plugin import INVALID_USAGE, REMOTE_ERROR, PluginChannel, PluginError
+from fusco.bench.rails.plugin import INVALID_USAGE, REMOTE_ERROR, Plugin, PluginChannel, PluginError, Table
 from fusco.rails.board import BORROWED, COMPLETED, POSTED, RX_BYTES, TX_BYTES, Board
 
 
@@ -23,17 +23,17 @@ def offsets(structure):
 
 def test_tables_have_the_layout_of_nccl():
     # NCCL 2.28's src/include/plugin/net/net_v10.h and net_v11.h, by a compiled sizeof and offsetof.
-    sizes = [ctypes.sizeof(each) for each in (driver.TableV10, driver.PropertiesV10)]
+    sizes = [ctypes.sizeof(each) for each in (TableV10, PropertiesV10)]
     assert sizes == [160, 104]
-    assert [ctypes.sizeof(each) for each in (driver.TableV11, driver.PropertiesV11)] == [176, 112]
+    assert [ctypes.sizeof(each) for each in (Table, PropertiesV11)] == [176, 112]
     fields = {"pciPath": 8, "guid": 16, "ptrSupport": 24, "speed": 36, "latency": 44, "maxComms": 48, "vProps": 64}
-    assert fields.items() <= offsets(driver.PropertiesV10).items()
-    assert offsets(driver.PropertiesV11)["maxMultiRequestSize"] == 104
-    assert offsets(driver.PropertiesV10)["maxCollBytes"] == 96
+    assert fields.items() <= offsets(PropertiesV10).items()
+    assert offsets(PropertiesV11)["maxMultiRequestSize"] == 104
+    assert offsets(PropertiesV10)["maxCollBytes"] == 96
     functions = {"init": 8, "connect": 40, "isend": 80, "irecv": 88, "test": 104, "closeListen": 128}
-    for table in (driver.TableV10, driver.TableV11):
+    for table in (TableV10, Table):
         assert functions.items() <= offsets(table).items()
-    assert offsets(driver.TableV11)["finalize"] == 160
+    assert offsets(Table)["finalize"] == 160
 
 
 def in_a_fork(function, *arguments):
@@ -49,16 +49,16 @@ def in_a_fork(function, *arguments):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("version", [10, 11])
-def test_a_version_sends_and_receives(tmp_path, version):
-    in_a_fork(sends_and_receives, tmp_path, version)
+@pytest.mark.parametrize("kind", [PluginV10, Plugin])
+def test_a_version_sends_and_receives(tmp_path, kind):
+    in_a_fork(sends_and_receives, tmp_path, kind)
     assert not (tmp_path / "b").exists()
 
 
-def sends_and_receives(tmp_path, version):
+def sends_and_receives(tmp_path, kind):
     sizes = [0, 1, 65536, 65537, 1_000_000, 3]
-    with started(tmp_path, version) as plugin:
-        properties = (driver.PropertiesV11 if version == 11 else driver.PropertiesV10)()
+    with started(tmp_path, kind) as plugin:
+        properties = (PropertiesV11 if kind is Plugin else PropertiesV10)()
         plugin.call(plugin.table.getProperties, 0, ctypes.byref(properties))
         assert (plugin.table.name, properties.name, properties.ptrSupport) == (b"fusco", b"rails", 1)
         assert (properties.maxRecvs, properties.vProps.ndevs, properties.speed) == (1, 1, 30000)

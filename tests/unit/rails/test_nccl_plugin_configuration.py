@@ -112,7 +112,7 @@ def test_without_descriptors_it_does_not_start_and_leaves_nothing(tmp_path):
     """It needs 9 for three rails and two threads, and one more to read when its process began."""
     with started(tmp_path) as plugin:
         plugin.finalize()
-        arguments = (ctypes.byref(ctypes.c_void_p()), 1, None, plugin._logger, None)
+        arguments = (ctypes.byref(ctypes.c_void_p()), 1, None, plugin.logger, None)
         before = len(os.listdir("/proc/self/fd"))
         for num in range(9):
             del plugin.log[:]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from fusco.bench.harness.stopwatch import RankTimer
 from fusco.core.balance import Balance, BatchPlan
 from fusco.fsdp import Experts, FuscoDispatcher
 
-_NUM_CALLS = 5  # timed, behind one that is not
+_NUM_CALLS = 5  # that are timed
 
 
 def with_measured_copies(
@@ -37,18 +35,7 @@ def with_measured_copies(
     plan = BatchPlan.of_copies(rows, homes, num_ranks, balance, copies, is_aim_held=True)
     sizes = torch.full((num_local,), num_rows // num_local, dtype=torch.int64, device=x.device)
     sizes[0] += num_rows % num_local
-    copy_s = _slowest_s(dispatcher.group, lambda: comm.prefetch_experts(list(weights.values()), plan, 1))
-    rows_s = _slowest_s(dispatcher.group, lambda: experts.run(x, sizes))
-    return replace(balance, rows_per_copy=round(copy_s / rows_s * num_rows))
-
-
-def _slowest_s(group: dist.ProcessGroup, call: Callable[[], object]) -> float:
-    """Return the median time of a call that all ranks begin together, on the slowest rank."""
-    times = torch.zeros(_NUM_CALLS + 1, dtype=torch.float64, device="cpu")
-    for i in range(len(times)):
-        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"), group=group)  # a barrier on the host
-        begin = time.perf_counter()
-        call()
-        times[i] = time.perf_counter() - begin
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    return float(times[1:].median())
+    timer = RankTimer(dispatcher.group, "cpu")
+    copy_ms = timer.median_ms(lambda: comm.prefetch_experts(list(weights.values()), plan, 1), _NUM_CALLS)
+    rows_ms = timer.median_ms(lambda: experts.run(x, sizes), _NUM_CALLS)
+    return replace(balance, rows_per_copy=round(copy_ms / rows_ms * num_rows))

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int, c_size_t, c_uint64, c_ulong, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint64, c_ulong, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -32,72 +32,30 @@ def _function(*arguments: Any) -> Any:
     return ctypes.CFUNCTYPE(c_int, *arguments)
 
 
-class VirtualNic(ctypes.Structure):
-    """``ncclNetVDeviceProps``."""
-
-    _fields_ = (("ndevs", c_int), ("devs", c_int * 4))
-
-
-class PropertiesV10(ctypes.Structure):
-    """``ncclNetProperties_v10_t``."""
-
-    _fields_ = (
-        ("name", c_char_p), ("pciPath", c_char_p), ("guid", c_uint64), ("ptrSupport", c_int), ("regIsGlobal", c_int),
-        ("forceFlush", c_int), ("speed", c_int), ("port", c_int), ("latency", c_float), ("maxComms", c_int),
-        ("maxRecvs", c_int), ("netDeviceType", c_int), ("netDeviceVersion", c_int), ("vProps", VirtualNic),
-        ("maxP2pBytes", c_size_t), ("maxCollBytes", c_size_t),
-    )  # fmt: skip
-
-
-class PropertiesV11(ctypes.Structure):
-    """``ncclNetProperties_v11_t``."""
-
-    _fields_ = (*PropertiesV10._fields_, ("maxMultiRequestSize", c_int))
-
-
-_COMMON = (
-    ("accept", _function(_P, _PP, _PP)),
-    ("regMr", _function(_P, _P, c_size_t, c_int, _PP)),
-    ("regMrDmaBuf", _function(_P, _P, c_size_t, c_int, c_uint64, c_int, _PP)),
-    ("deregMr", _function(_P, _P)),
-    ("isend", _function(_P, _P, c_size_t, c_int, _P, _P, _PP)),
-    ("irecv", _function(_P, c_int, _PP, POINTER(c_size_t), _IP, _PP, _PP, _PP)),
-    ("iflush", _function(_P, c_int, _PP, _IP, _PP, _PP)),
-    ("test", _function(_P, _IP, _IP)),
-    ("closeSend", _function(_P)),
-    ("closeRecv", _function(_P)),
-    ("closeListen", _function(_P)),
-    ("getDeviceMr", c_void_p),
-    ("irecvConsumed", c_void_p),
-    ("makeVDevice", c_void_p),
-)
-
-
-class TableV10(ctypes.Structure):
-    """``ncclNet_v10_t``."""
-
-    _fields_ = (
-        ("name", c_char_p),
-        ("init", _function(LOGGER, _P)),
-        ("devices", _function(_IP)),
-        ("getProperties", _function(c_int, POINTER(PropertiesV10))),
-        ("listen", _function(c_int, _P, _PP)),
-        ("connect", _function(c_int, _P, _P, _PP, _PP)),
-        *_COMMON,
-    )
-
-
-class TableV11(ctypes.Structure):
+class Table(ctypes.Structure):
     """``ncclNet_v11_t``."""
 
     _fields_ = (
         ("name", c_char_p),
         ("init", _function(_PP, c_uint64, _P, LOGGER, _P)),
         ("devices", _function(_IP)),
-        ("getProperties", _function(c_int, POINTER(PropertiesV11))),
+        ("getProperties", _function(c_int, _P)),
         ("listen", _function(_P, c_int, _P, _PP)),
         ("connect", _function(_P, c_int, _P, _PP, _PP)),
-        *_COMMON,
+        ("accept", _function(_P, _PP, _PP)),
+        ("regMr", _function(_P, _P, c_size_t, c_int, _PP)),
+        ("regMrDmaBuf", _function(_P, _P, c_size_t, c_int, c_uint64, c_int, _PP)),
+        ("deregMr", _function(_P, _P)),
+        ("isend", _function(_P, _P, c_size_t, c_int, _P, _P, _PP)),
+        ("irecv", _function(_P, c_int, _PP, POINTER(c_size_t), _IP, _PP, _PP, _PP)),
+        ("iflush", _function(_P, c_int, _PP, _IP, _PP, _PP)),
+        ("test", _function(_P, _IP, _IP)),
+        ("closeSend", _function(_P)),
+        ("closeRecv", _function(_P)),
+        ("closeListen", _function(_P)),
+        ("getDeviceMr", c_void_p),
+        ("irecvConsumed", c_void_p),
+        ("makeVDevice", c_void_p),
         ("finalize", _function(_P)),
         ("setNetAttr", c_void_p),
     )
@@ -114,15 +72,15 @@ class PluginError(FuscoError):
 class Plugin:
     """The plugin, loaded and initialised; ``log`` has what it has said."""
 
-    def __init__(self, path: str, version: int = 11) -> None:
+    def __init__(self, path: str) -> None:
         self.log: list[str] = []
-        self._logger = LOGGER(self._take_log)
-        self.version, library = version, ctypes.CDLL(path)
-        self.table = (TableV11 if version == 11 else TableV10).in_dll(library, f"ncclNetPlugin_v{version}")
-        if version == 11:
-            self.call(self.table.init, ctypes.byref(c_void_p()), 1, None, self._logger, None)
-        else:
-            self.call(self.table.init, self._logger, None)
+        self.logger = LOGGER(lambda *line: self.log.append(line[-1].decode()))
+        self.load(ctypes.CDLL(path))
+
+    def load(self, library: ctypes.CDLL) -> None:
+        """Find the table of the library, and initialise the plugin."""
+        self.table: Any = Table.in_dll(library, "ncclNetPlugin_v11")
+        self.call(self.table.init, ctypes.byref(c_void_p()), 1, None, self.logger, None)
 
     def call(self, function: Callable[..., int], *arguments: Any) -> None:
         """Call a function of the table; ``PluginError`` if it returns an error."""
@@ -132,25 +90,23 @@ class Plugin:
     def listen(self) -> tuple[ctypes.Array[Any], c_void_p]:
         """Return a handle and a listen comm."""
         handle, comm = ctypes.create_string_buffer(HANDLE_BYTES), c_void_p()
-        arguments = (0, handle, ctypes.byref(comm))
-        self.call(self.table.listen, *((None,) if self.version == 11 else ()), *arguments)
+        self.call(self.table.listen, None, 0, handle, ctypes.byref(comm))
         return handle, comm
 
     def connect(self, handle: ctypes.Array[Any]) -> c_void_p:
         """Return a send comm, once it is connected."""
-        arguments = (None, 0) if self.version == 11 else (0, None)
-        return self._established("connect", *arguments, handle)
+        return self.established("connect", None, 0, handle)
 
     def accept(self, listen: c_void_p) -> c_void_p:
         """Return a receive comm, once a peer has connected it."""
-        return self._established("accept", listen)
+        return self.established("accept", listen)
 
     def finalize(self) -> None:
         """End the plugin's threads, as NCCL does with the last communicator."""
-        if self.version == 11:
-            self.call(self.table.finalize, None)
+        self.call(self.table.finalize, None)
 
-    def _established(self, verb: str, *arguments: Any) -> c_void_p:
+    def established(self, verb: str, *arguments: Any) -> c_void_p:
+        """Call a function of the table until it returns a comm, and return that."""
         end, comm = time.monotonic() + _CONNECT_S, c_void_p()
         while not comm.value:
             self.call(getattr(self.table, verb), *arguments, ctypes.byref(comm), None)
@@ -158,9 +114,6 @@ class Plugin:
                 raise TimeoutError(f"{verb} has not finished within {_CONNECT_S:g} s; log: {self.log[-3:]}")
             time.sleep(_POLL_S)
         return comm
-
-    def _take_log(self, _level: int, _flags: int, _file: bytes, _line: int, _format: bytes, text: bytes) -> None:
-        self.log.append(text.decode())
 
 
 class PluginRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,12 +99,13 @@ def _run(
     observer.num_layers = len(fsdp.expert_loads(model))
     writers = [open_writer(target) for target in job.metrics] if dist.get_rank() == 0 else []
     torch.manual_seed(mix_seed(job.seed, dist.get_rank()))  # of dropout
-    steps = []
+    steps, state = [], fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)
     with (
         fsdp.Metrics(model, mesh, optimizer=optimizer, dispatcher=observer, writers=writers) as metrics,
-        saving_run(saving, fsdp.RunState(model=model, optimizer=optimizer, scheduler=warmup)) as saver,
+        fsdp.AsyncSaver(saving.folder, state, keep_last=saving.keep_last) if saving else nullcontext() as saver,
     ):
-        for index in range(saver.load(), job.num_steps):
+        num_done = fsdp.load_run(saving.folder, state) if saving and saving.resumes else 0
+        for index in range(num_done, job.num_steps):
             batch = make_batch(corpus.train, job, dist.get_rank(), index).to(job.device)
             observer.topk_idx.clear()
             # A barrier on the host: no rank is timed while another still reports the previous step.
@@ -124,7 +125,8 @@ def _run(
             held_out = held_out_loss(model, corpus, job, mesh) if is_due else None
             steps.append(StepRecord.of(name, measured, held_out))
             report(steps[-1])
-            saver.save_if_due(index + 1, job.num_steps)
+            if saving and saver and saving.is_due(index + 1, job.num_steps):
+                saver.save(index + 1)
     sample = generate(model, corpus, job) if job.sample_tokens else None
     if job.export:
         fsdp.save_hugging_face(job.export, model)
@@ -210,32 +212,6 @@ class Saving:
     def is_due(self, num_done: int, num_steps: int) -> bool:
         """Return whether to save after ``num_done`` of ``num_steps`` steps."""
         return num_done == num_steps or (self.every is not None and num_done % self.every == 0)
-
-
-class RunSaver:
-    """Saves a run where it is to be saved."""
-
-    def __init__(self, saving: Saving | None, state: fsdp.RunState, saver: fsdp.AsyncSaver | None) -> None:
-        self._saving, self._state, self._saver = saving, state, saver
-
-    def load(self) -> int:
-        """Return the number of finished steps of the run that is continued, 0 for a new one; a collective."""
-        return fsdp.load_run(self._saving.folder, self._state) if self._saving and self._saving.resumes else 0
-
-    def save_if_due(self, num_done: int, num_steps: int) -> None:
-        """Save after a step if it is due; a collective."""
-        if self._saving and self._saver and self._saving.is_due(num_done, num_steps):
-            self._saver.save(num_done)
-
-
-@contextmanager
-def saving_run(saving: Saving | None, state: fsdp.RunState) -> Iterator[RunSaver]:
-    """Yield the saver of a run; the end of the block waits for its last save."""
-    if saving is None:
-        yield RunSaver(None, state, None)
-        return
-    with fsdp.AsyncSaver(saving.folder, state, keep_last=saving.keep_last) as saver:
-        yield RunSaver(saving, state, saver)
 
 
 @torch.no_grad()
