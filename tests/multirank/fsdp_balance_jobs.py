@@ -13,8 +13,9 @@ from fsdp_runs import Run, dispatcher_of, mesh_of, parallel, step, whole_of
 from torch import nn
 
 from fusco import fsdp
-from fusco.fsdp.expert_loads import counted_layers, find_expert_biases
+from fusco.fsdp.expert_loads import find_expert_biases
 from fusco.fsdp.experts import find_experts
+from fusco.fsdp.layer import layers_of
 
 NUM_MICROBATCHES = 2
 
@@ -99,17 +100,17 @@ def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, tuple[
 
 def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> tuple[str, str, tuple[int, ...]]:
     before = {name: whole_of(bias) for name, bias in biases.items()}
-    for each in counted_layers(model):
-        first = each.layer.dispatcher.group.rank() * each.num_experts // 2
-        each.layer.counter.add(1 + first + torch.arange(each.num_experts // 2))
+    for each in layers_of(model).values():
+        first = each.dispatcher.group.rank() * each.experts.num_experts // 2
+        each.counter.add(1 + first + torch.arange(each.experts.num_experts // 2))
     for _ in range(2):  # the second time without rows since, which changes nothing
         fsdp.update_expert_bias(model, 0.5)
-        for each in counted_layers(model):
-            if each.name in biases:
-                change = whole_of(biases[each.name]) - before[each.name]
+        for name, each in layers_of(model).items():
+            if name in biases:
+                change, num_experts = whole_of(biases[name]) - before[name], each.experts.num_experts
                 expected = torch.zeros_like(change)
-                expected[..., : each.num_experts // 2] = 0.5
-                expected[..., each.num_experts // 2 : each.num_experts] = -0.5
+                expected[..., : num_experts // 2] = 0.5
+                expected[..., num_experts // 2 : num_experts] = -0.5
                 torch.testing.assert_close(change, expected)
     name, bias = next(iter(biases.items()))
     (full_name,) = {key for key, value in (*model.named_buffers(), *model.named_parameters()) if value is bias}

@@ -13,25 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fusco.fsdp.layer import ExpertParallelLayer, layer_of
+from fusco.fsdp.experts import Experts
+from fusco.fsdp.layer import layers_of
 
 _CALLER = "caller"  # the reader of ``expert_loads``
 # Names of such biases in transformers 5.24, below the module that has router and experts: buffers or frozen parameters.
 BIAS_NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 _READER = "bias"
-
-
-@dataclass(frozen=True, eq=False)
-class CountedLayer:
-    """A layer whose rows are counted."""
-
-    name: str  # of its module of experts
-    layer: ExpertParallelLayer
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of all ranks."""
-        return self.layer.experts.num_experts
 
 
 def expert_loads(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,35 +44,28 @@ def reset_expert_loads(model: nn.Module) -> None:
 
 def read_loads(model: nn.Module, reader: str) -> dict[str, torch.Tensor]:
     """Return loads as ``expert_loads``, since a reader's mark; a collective."""
-    layers = counted_layers(model)
+    layers = layers_of(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no experts that fusco moves tokens to: parallelize it first")
-    local = [each.layer.counter.since_mark(reader) for each in layers]
-    device = next((rows.device for rows in local if rows is not None), _device_of(layers[0]))
-    whole = torch.zeros(sum(each.num_experts for each in layers), dtype=torch.int64, device=device)
-    parts = torch.split(whole, [each.num_experts for each in layers])
-    for each, rows, part in zip(layers, local, parts, strict=True):
+    local = [each.counter.since_mark(reader) for each in layers.values()]
+    one = next(iter(layers.values())).experts
+    device = next((rows.device for rows in local if rows is not None), one.local(one.up_name).device)
+    sizes = [each.experts.num_experts for each in layers.values()]
+    whole = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    parts = torch.split(whole, sizes)
+    for each, rows, part in zip(layers.values(), local, parts, strict=True):
         if rows is not None:
-            first = each.layer.dispatcher.group.rank() * len(rows)
+            first = each.dispatcher.group.rank() * len(rows)
             part[first : first + len(rows)] = rows
     if dist.is_initialized():
         dist.all_reduce(whole)
-    return {each.name: part for each, part in zip(layers, parts, strict=True)}
+    return dict(zip(layers, parts, strict=True))
 
 
 def mark_loads(model: nn.Module, reader: str) -> None:
     """Begin to count anew for a reader."""
-    for each in counted_layers(model):
-        each.layer.counter.mark(reader)
-
-
-def counted_layers(model: nn.Module) -> list[CountedLayer]:
-    """Return a model's layers whose rows are counted, in order."""
-    found = []
-    for name, module in model.named_modules():
-        if layer := layer_of(module):
-            found.append(CountedLayer(name, layer))
-    return found
+    for each in layers_of(model).values():
+        each.counter.mark(reader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +93,6 @@ def summarize_loads(loads: Mapping[str, torch.Tensor]) -> dict[str, LoadSummary]
             num_idle=int((counts == 0).sum()),
         )
     return summaries
-
-
-def _device_of(layer: CountedLayer) -> torch.device:
-    return layer.layer.experts.local(layer.layer.experts.up_name).device
 
 
 @torch.no_grad()
@@ -151,8 +128,8 @@ def update_expert_bias(model: nn.Module, rate: float) -> None:
 
 def find_expert_biases(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the biases of routers by the names of their experts; raises as ``update_expert_bias``."""
-    layers = counted_layers(model)
-    found = {each.name: bias for each in layers if (bias := _find_bias(model, each)) is not None}
+    layers = layers_of(model)
+    found = {name: bias for name, each in layers.items() if (bias := _find_bias(model, name, each.experts)) is not None}
     if layers and not found:
         raise ValueError(
             f"the routers of this {type(model).__name__} have no bias ({', '.join(BIAS_NAMES)}), so loss-free "
@@ -161,13 +138,13 @@ def find_expert_biases(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _find_bias(model: nn.Module, layer: CountedLayer) -> torch.Tensor | None:
-    block_name = layer.name.rpartition(".")[0]
+def _find_bias(model: nn.Module, name_of_experts: str, experts: Experts) -> torch.Tensor | None:
+    block_name = name_of_experts.rpartition(".")[0]
     block = model.get_submodule(block_name)
     found = {
         f"{block_name}.{name}".removeprefix("."): tensor
         for name, tensor in (*block.named_buffers(), *block.named_parameters())
-        if name.rpartition(".")[2] in BIAS_NAMES and tensor.shape[-1] >= layer.num_experts
+        if name.rpartition(".")[2] in BIAS_NAMES and tensor.shape[-1] >= experts.num_experts
     }
     if not found:
         return None  # as in the layers of DeepSeek-V4 that route by a hash
@@ -178,7 +155,6 @@ def _find_bias(model: nn.Module, layer: CountedLayer) -> torch.Tensor | None:
         raise ValueError(
             f"{name} is {bias.dtype}, in which steps of balancing vanish: keep it in float32, as from_pretrained does"
         )
-    experts = layer.layer.experts
     is_sharded = isinstance(getattr(experts.module, experts.up_name), DTensor)
     if isinstance(bias, nn.Parameter) and is_sharded and not isinstance(bias, DTensor):
         raise ValueError(f"{name} is gathered: update it after the backward pass, when it is sharded again")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fusco.fsdp.adapters import adapter_names, is_adapted
-from fusco.fsdp.layer import layer_of
+from fusco.fsdp.layer import layers_of
 from fusco.fsdp.mesh import Part, device_type_of, local_part, local_values
 
 Weights = dict[str, Any]
@@ -236,10 +236,9 @@ def _without_progress() -> Iterator[None]:
 
 def cut_rows(model: nn.Module) -> dict[str, int]:
     """Return the number of rows that ``parallelize`` has cut off, by name of parameter."""
-    layers = {name: layer for name, module in model.named_modules() if (layer := layer_of(module))}
     return {
         f"{name}.{layer.experts.up_name}": layer.experts.num_zero_experts
-        for name, layer in layers.items()
+        for name, layer in layers_of(model).items()
         if layer.experts.num_zero_experts
     }
 

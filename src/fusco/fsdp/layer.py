@@ -141,6 +141,11 @@ def layer_of(module: nn.Module) -> ExpertParallelLayer | None:
     return layer if isinstance(layer, ExpertParallelLayer) else None
 
 
+def layers_of(model: nn.Module) -> dict[str, ExpertParallelLayer]:
+    """Return what runs the modules of experts whose tokens fusco moves, by their names in a model, in order."""
+    return {name: layer for name, module in model.named_modules() if (layer := layer_of(module))}
+
+
 @dataclass(frozen=True, eq=False)
 class SlicedLayer:
     """A layer whose tokens several ranks have: each computes a slice, and all get all slices."""

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusco.fsdp.expert_loads import LoadSummary, counted_layers, mark_loads, read_loads, summarize_loads
+from fusco.fsdp.expert_loads import LoadSummary, mark_loads, read_loads, summarize_loads
+from fusco.fsdp.layer import layers_of
 from fusco.fsdp.mesh import EPMesh
 from fusco.fsdp.timed_dispatcher import SECTIONS, TimedDispatcher
 
@@ -101,8 +102,8 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._model, self._mesh, self._optimizer, self._dispatcher = model, mesh, optimizer, dispatcher
         self._peak_flops = peak_flops or _known_peak(mesh.device_type)
         self._writers = list(writers) if dist.get_rank() == 0 else []
-        self._layers = counted_layers(model)
-        self._dense, self._of_expert = _count_parameters(model, [each.layer.experts.module for each in self._layers])
+        modules = [layer.experts.module for layer in layers_of(model).values()]
+        self._dense, self._of_expert = _count_parameters(model, modules)
         self._num_steps = 0
         self.start()
 

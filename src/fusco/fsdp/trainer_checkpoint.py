@@ -98,9 +98,7 @@ class TrainerCheckpoint:
         """Save the step before, if it is to be saved."""
         self._save(state, objects)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002  the signature is Trainer's
-        """Save the last step of an epoch, if it is to be saved."""
-        self._save(state, objects)
+    on_epoch_end = on_step_begin
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002  the signature is Trainer's
         """Save the last step."""
