@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from fusco.control.liveness import Liveness
 from fusco.control.member_board import Exclusion, View, excluded
 from fusco.control.rank_requests import is_local_failure
-from fusco.control.status_server import Address, StatusServer
+from fusco.control.status_server import Address, NoAnswer, StatusServer
 from fusco.core.errors import PeerFailureError, Stall
 
 JOINING = ("grow", "join")  # operations in which processes join
@@ -82,16 +81,11 @@ class Agreement(AbstractContextManager["Agreement"]):
         others = {rank: self._members[rank] for rank in ranks if rank != self._rank}
         near = {rank: each.pid for rank, each in others.items() if each.host == self._members[self._rank].host}
         asked = {rank: each.address for rank, each in others.items() if rank not in near}
-        silent = set(asked)
-        body = json.dumps({"ask": "status"}).encode()
-        with self._server.requests() as requests:
-            for rank, address in asked.items():
-                requests.add(address, body, partial(self._note_ping, rank, silent))
-            deadline = time.monotonic() + _PING_S
-            while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
-                pass
+        answers = self._server.ask(asked, _PING_S).items()
+        silent = {rank: each for rank, each in answers if isinstance(each, NoAnswer)}
+        self._gone |= {rank for rank, each in silent.items() if each.has_left}
         stopped = {rank for rank, pid in near.items() if _is_stopped(pid)}
-        return silent | stopped | {rank for rank in self._members if self.is_dead(rank)}
+        return {*silent, *stopped, *(rank for rank in self._members if self.is_dead(rank))}
 
     def is_dead(self, rank: int) -> bool:
         """Return whether a rank's process has ended, or has closed its communicator."""
@@ -135,7 +129,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             return
         self._sent_at = time.monotonic()
         for rank in set(view.members) - self._asking - {self._rank}:
-            if not self._has_proposed(rank, view):
+            if self._board.views.get(rank) != view:
                 self._send(rank, view)
 
     def _send(self, rank: int, view: View) -> None:
@@ -164,12 +158,6 @@ class Agreement(AbstractContextManager["Agreement"]):
     def note_failure(self, error: OSError, rank: int) -> None:
         """Note why a rank could not be reached: it is gone, unless this process has no descriptor, for example."""
         if not is_local_failure(error):
-            self._gone.add(rank)
-
-    def _note_ping(self, rank: int, silent: set[int], outcome: bytes | OSError) -> None:
-        if isinstance(outcome, bytes) or is_local_failure(outcome):
-            silent.discard(rank)
-        elif not isinstance(outcome, TimeoutError):
             self._gone.add(rank)
 
     def _revised(self, view: View) -> View:
@@ -218,11 +206,7 @@ class Agreement(AbstractContextManager["Agreement"]):
 
     def _is_agreed(self, view: View) -> bool:
         """Return whether all members have proposed the view."""
-        return all(rank == self._rank or self._has_proposed(rank, view) for rank in view.members)
-
-    def _has_proposed(self, rank: int, view: View) -> bool:
-        theirs = self._board.views.get(rank)
-        return theirs == view
+        return all(rank == self._rank or self._board.views.get(rank) == view for rank in view.members)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -237,10 +221,4 @@ def _is_stopped(pid: int) -> bool:
 def notify_excluded(server: StatusServer, view: View, told_by: int, addresses: Mapping[int, Address]) -> None:
     """Tell ranks, at ``addresses``, that a generation goes on without them; a stopped one reads it later."""
     notice = {"number": view.number, "members": list(view.members), "told_by": told_by}
-    body = json.dumps({"exclusion": notice}).encode()
-    deadline = time.monotonic() + _NOTICE_S
-    with server.requests() as requests:
-        for address in addresses.values():
-            requests.add(address, body, lambda _: None)
-        while len(requests) and requests.turn(max(0.0, deadline - time.monotonic())):
-            pass
+    server.request(addresses, {"exclusion": notice}, _NOTICE_S)

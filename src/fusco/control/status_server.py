@@ -130,19 +130,27 @@ class StatusServer:
         elsewhere = next((name for _, name, its_phase, _ in doing if its_phase), "")
         return Status(collective, operation, phase, time.monotonic() - since, elsewhere, self.board.installed.number)
 
+    def request(
+        self, addresses: Mapping[int, Address], request: dict[str, Any], timeout_s: float
+    ) -> dict[int, bytes | OSError]:
+        """Send a request to ranks, all at once; return each one's answer within ``timeout_s``, or the error."""
+        request["generation"] = self.board.installed.number
+        outcomes = ask_all(list(addresses.values()), self._secret, json.dumps(request).encode(), timeout_s)
+        return dict(zip(addresses, outcomes, strict=True))
+
     def ask(self, addresses: Mapping[int, Address], timeout_s: float) -> dict[int, Status | NoAnswer | Unasked]:
         """Ask ranks for their status, all at once, within ``timeout_s`` seconds."""
-        outcomes = self._request(addresses, {"ask": "status"}, timeout_s)
+        outcomes = self.request(addresses, {"ask": "status"}, timeout_s)
         return {rank: _status_of(outcome, addresses[rank], timeout_s) for rank, outcome in outcomes.items()}
 
     def report_failure(self, addresses: Mapping[int, Address], failure_report: FailureReport, timeout_s: float) -> None:
         """Send a failure report to ranks, all at once; ranks that cannot be reached are skipped."""
         report = asdict(replace(failure_report, reason=failure_report.reason[:_MAX_REASON_CHARS]))
-        self._request(addresses, {"failure": report}, timeout_s)
+        self.request(addresses, {"failure": report}, timeout_s)
 
     def report_departure(self, addresses: Mapping[int, Address], rank: int, reason: str, timeout_s: float) -> None:
         """Report that this rank, ``rank``, has left, to ranks all at once; ranks that cannot be reached are skipped."""
-        self._request(addresses, {"departure": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
+        self.request(addresses, {"departure": {"rank": rank, "reason": reason[:_MAX_REASON_CHARS]}}, timeout_s)
 
     def leave_siblings(self) -> None:
         """Count no more for the status of others: the call in which this communicator failed is not under way."""
@@ -205,13 +213,6 @@ class StatusServer:
             message = json.loads(request)
             if "value" in message:
                 self.board.note_value(message["value"])
-
-    def _request(
-        self, addresses: Mapping[int, Address], request: dict[str, Any], timeout_s: float
-    ) -> dict[int, bytes | OSError]:
-        request["generation"] = self.board.installed.number
-        outcomes = ask_all(list(addresses.values()), self._secret, json.dumps(request).encode(), timeout_s)
-        return dict(zip(addresses, outcomes, strict=True))
 
 
 def _status_of(outcome: bytes | OSError, address: Address, timeout_s: float) -> Status | NoAnswer | Unasked:

@@ -56,7 +56,8 @@ class Quantization:
         if self.where != "before":
             return [x]
         values, scales = self._quantize(x)
-        return [values] if scales.numel() == 1 and self._is_given else [values, scales]
+        is_known = self.config.a1_scale is not None and self.config.block_shape is None  # of the tensor, on all ranks
+        return [values] if scales.numel() == 1 and is_known else [values, scales]
 
     def after(self, arrived: ArrivedRows, num_local_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rows that experts get and their scales, ``None`` if they are not quantised."""
@@ -79,11 +80,6 @@ class Quantization:
     def values_per_element(self) -> int:
         """Values in an element of what travels."""
         return 2 if self.where == "before" and self.config.quant_dtype == "nvfp4" else 1
-
-    @property
-    def _is_given(self) -> bool:
-        """Whether all ranks have the scale of the whole tensor."""
-        return self.config.a1_scale is not None and self.config.block_shape is None
 
     def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config

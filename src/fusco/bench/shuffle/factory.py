@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -130,11 +130,6 @@ class ShuffleFactory(ExitStack):
             _PARTS_OF_RANKS if self.run.device == "cuda" and self.run.has_nodes else _PARTS_OF_NODES,
         )
 
-    @cached_property
-    def max_copies(self) -> int:
-        """Tokens that a communicator without planner must have room for."""
-        return max(1, *map(num_copies, self.run.workloads))
-
 
 def _explicit(shuffle: Any, rank: RankInput, **traits: Any) -> Shuffle:
     """Return a variant whose ``dispatch`` is given rows and routing."""
@@ -183,7 +178,7 @@ def _deep_ep_v2(factory: ShuffleFactory, rank: RankInput, *, is_graph: bool = Fa
 
 
 def _no_planner(factory: ShuffleFactory, rank: RankInput) -> Shuffle:
-    comm = factory.communicator(max_tokens=factory.max_copies)
+    comm = factory.communicator(max_tokens=max(1, *map(num_copies, factory.run.workloads)))
     copies = expand(rank.routing, factory.run.shape.placement)
     of_copies = factory.by_communicator(comm, rank.x.index_select(0, copies.copy_to_token), copies.routing)
 
