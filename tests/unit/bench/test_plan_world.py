@@ -1,4 +1,4 @@
-"""Two thousand routings: plans of all ranks, executed row by row, match the specification and their costs."""
+"""A thousand routings: plans of all ranks, executed row by row, match the specification and their costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOPOLOGIES = {
     "3x2 shuffled": (0, 1, 2, 2, 0, 1),
     "2x3": (0, 0, 0, 1, 1, 1),
 }
-ROUTINGS_PER_TOPOLOGY = 220  # 1,980 in all, and others in every run of the tests
+ROUTINGS_PER_TOPOLOGY = 110  # 990 in all, and others in every run of the tests
 BYTES_PER_TOKEN = 14
 BALANCER_NAMES = (*BALANCERS, "scattered")
 
@@ -192,8 +192,7 @@ def test_plans_match_the_specification(name):
             raise AssertionError(f"{case}, {placement}, alignment {alignment}: {error}") from error
 
 
-@pytest.mark.parametrize("name", ["2x2", "3x2", "2x3"])
-@pytest.mark.parametrize("number", range(33))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(["2x2", "3x2", "2x3"] * len(KINDS))))
 def test_the_choice_of_forwarders_does_not_change_the_output(name, number):
     topology = Topology(TOPOLOGIES[name])
     case, placement, alignment = case_number(number, KINDS[number % len(KINDS)], topology.world_size)

@@ -61,9 +61,11 @@ def asked_and_compiled():
 
 def test_warm_up_leaves_no_cpu_kernel_to_compile():
     sources = (ROOT / "src" / "fusco").rglob("*.py")
-    compiled = {path for path in sources if re.search(r"^@compiled\(", path.read_text(), re.MULTILINE)}
+    paths = {path for path in sources if re.search(r"^@compiled\(", path.read_text(), re.MULTILINE)}
     # The simulator is for a machine without ranks, and compiles its own when it runs.
-    others = {path for path in compiled if not {"simulate", "simulation"} & set(path.parts)}
+    others = {path for path in paths if not {"simulate", "simulation"} & set(path.parts)}
     names = {".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in others}
-    assert asked_and_compiled()[0] == names
-    assert asked_and_compiled() == (names, [])
+    asked, compiled = asked_and_compiled()
+    if compiled:  # by now they are not
+        asked, compiled = asked_and_compiled()
+    assert (asked, compiled) == (names, [])

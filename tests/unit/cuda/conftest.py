@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
+import emulator
 import pytest
 
 from fusco.cuda.kernels import plan as plan_kernel
+from fusco.cuda.kernels.compiler import SOURCE_DIR
 from repeats import noted_repeats
 
 
@@ -43,10 +48,20 @@ def no_bound(request):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """Folder of compiled emulated kernels, the same for all workers of a run."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated"
+def folder(request, tmp_path_factory):
+    """Folder of what tests compile, the same for all workers, and kept by pytest for runs of the same sources."""
+    if not (cache := getattr(request.config, "cache", None)):  # -p no:cacheprovider
+        base = tmp_path_factory.getbasetemp()
+        return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    sources = (
+        each for at in (SOURCE_DIR, emulator.EMULATION_DIR, Path(emulator.__file__)) for each in (at, *at.glob("*"))
+    )
+    digest = hashlib.sha256(b"".join(each.read_bytes() for each in sorted(sources) if each.is_file())).hexdigest()[:16]
+    kept = cache.mkdir("compiled") / digest
+    for other in kept.parent.iterdir():  # of sources that are no more
+        if other != kept:
+            shutil.rmtree(other, ignore_errors=True)
+    return kept
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from simulated_kernels import copy_of
 
 from fusco.cuda.kernels.compiler import SOURCE_DIR
 
-_HERE = Path(__file__).parent / "emulation"
+EMULATION_DIR = Path(__file__).parent / "emulation"
 _CXX = shutil.which("g++") or shutil.which("clang++")
 _FLAGS = ("-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off")
 _SCHEDULER_FLAGS = (*_FLAGS, "-O2")
@@ -110,7 +110,7 @@ def _load_scheduler(folder: Path) -> ctypes.CDLL:
 
 
 def _build_scheduler(folder: Path) -> ctypes.CDLL:
-    library = _build(folder, "simt", (_HERE / "simt.cpp").read_text(), _SCHEDULER_FLAGS)
+    library = _build(folder, "simt", (EMULATION_DIR / "simt.cpp").read_text(), _SCHEDULER_FLAGS)
     simt = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     simt.simt_launch.argtypes = [
         ctypes.c_void_p,
@@ -153,7 +153,7 @@ def _build(folder: Path, name: str, source: str, flags: Sequence[str]) -> Path:
     if not headers.exists():
         folder.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(dir=folder))
-        for header in (*SOURCE_DIR.glob("*.cuh"), _HERE / "base.cuh", _HERE / "simt.hpp"):
+        for header in (*SOURCE_DIR.glob("*.cuh"), EMULATION_DIR / "base.cuh", EMULATION_DIR / "simt.hpp"):
             (written / header.name).write_text(as_host_code(header.read_text()))
         with contextlib.suppress(OSError):  # another process has been quicker
             written.rename(headers)

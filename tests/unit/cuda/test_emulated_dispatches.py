@@ -22,8 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("order", range(8))
-@pytest.mark.parametrize("tokens_of_rank_0", [NUM_TOKENS, 0])
+@pytest.mark.parametrize(("order", "tokens_of_rank_0"), [(0, NUM_TOKENS), (1, 0), (2, NUM_TOKENS), (3, 0)])
 def test_routing_of_one_plan_is_not_overwritten_by_that_of_the_next(folder, order, tokens_of_rank_0):
     repeated = Repeated(folder, order)
 
@@ -59,8 +58,7 @@ def test_an_invalid_id_of_a_dispatch_that_no_host_waits_for_outlives_later_ones(
     assert repeated.world.run(on_rank) == [[told, (1, 3, 1, NUM_EXPERTS + 3), None]] * 2
 
 
-@pytest.mark.parametrize("order", range(3))
-@pytest.mark.parametrize("rows_per_expert", [1, 30, 2 * NUM_TOKENS * NUM_TOPK])
+@pytest.mark.parametrize(("order", "rows_per_expert"), [(0, 1), (1, 30), (2, 2 * NUM_TOKENS * NUM_TOPK)])
 def test_an_overflow_names_the_first_expert_with_the_most_rows(folder, order, rows_per_expert):
     repeated = Repeated(folder, order)
 
@@ -78,8 +76,7 @@ def test_an_overflow_names_the_first_expert_with_the_most_rows(folder, order, ro
         assert second is None
 
 
-@pytest.mark.parametrize("order", range(3))
-@pytest.mark.parametrize("age", [0, 2**32 - 100], ids=["fresh", "old"])
+@pytest.mark.parametrize(("order", "age"), [(0, 0), (1, 2**32 - 100), (2, 2**32 - 100)])
 def test_epochs_wrap_around(folder, order, age):
     """Flags of tokens that were not used for any number of epochs, almost all of them, are not taken for new ones."""
     repeated, last = Repeated(folder, order), -3  # as an unsigned number, three epochs before it is 0 again

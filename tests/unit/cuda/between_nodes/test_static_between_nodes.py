@@ -39,7 +39,7 @@ emulated = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g+
 
 @pytest.mark.parametrize("payloads", PAYLOADS, ids=len)
 def test_rows_and_sums_have_the_bits_of_exact_ones(payloads):
-    for order, kind in enumerate(KINDS):
+    for order, kind in list(enumerate(KINDS))[PAYLOADS.index(payloads) % 3 :: 3]:
         num_nodes, ranks_per_node = NODES[order % len(NODES)]
         # Another balancer may choose other forwarders, and a forwarder rounds.
         scene = Scene(
@@ -124,8 +124,9 @@ def kept_terms(scene: Scene, rank: int, limit: int) -> torch.Tensor:
     return terms
 
 
-@pytest.mark.parametrize("on_overflow", ["raise", "drop"])
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), NODES)
+@pytest.mark.parametrize(
+    ("num_nodes", "ranks_per_node", "on_overflow"), [(2, 1, "drop"), (2, 2, "raise"), (3, 1, "raise")]
+)
 def test_tokens_beyond_the_limit_stay_and_are_reported_once(num_nodes, ranks_per_node, on_overflow):
     scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind="balanced", seed=3, dtype=torch.float32)
     check_limited(scene, Limited(scene, LIMIT, on_overflow).run(order=num_nodes), on_overflow)
@@ -167,7 +168,7 @@ class Counted(Limited):
         return type(raised.value), at.shuffle.pending_error()
 
 
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), NODES)
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), NODES[1:])
 def test_an_overflow_is_told_by_an_exact_dispatch_that_begins_before_the_device_has_found_it(num_nodes, ranks_per_node):
     scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind="balanced", seed=3, dtype=torch.float32)
     outcomes = Counted(scene, LIMIT, "raise").run(order=1)
@@ -231,8 +232,7 @@ class Repeated:
 
 
 @emulated
-@pytest.mark.parametrize("slice_bytes", [40, 4096])
-@pytest.mark.parametrize(("order", "ranks_per_node"), [(0, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("order", "ranks_per_node", "slice_bytes"), [(0, 1, 40), (1, 2, 4096), (2, 2, 40)])
 def test_steps_follow_each_other_without_a_host_while_epochs_wrap_around(folder, order, ranks_per_node, slice_bytes):
     repeated, last = (
         Repeated(folder, order, Topology.of_equal_nodes(2 * ranks_per_node, ranks_per_node), slice_bytes),

@@ -67,11 +67,9 @@ class Batch:
         kernel.copy_experts(*args, **options)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_experts", "spare_places"), [(1, 2, 1), (2, 4, 1), (4, 8, 2), (5, 10, 3)], ids=str
-)
+@pytest.mark.parametrize(("num_ranks", "num_experts", "spare_places"), [(1, 2, 1), (2, 4, 1), (5, 10, 3)], ids=str)
 def test_copies_are_those_of_the_plan(num_ranks, num_experts, spare_places, folder):
-    for order in range(3):
+    for order in range(2):
         batch = Batch(num_ranks, num_experts, spare_places, seed=order)
         assert len(batch.plan.experts) > 0 or num_ranks == 1
 
@@ -99,8 +97,11 @@ def test_copies_are_those_of_the_plan(num_ranks, num_experts, spare_places, fold
                     assert not spare[len(copied) :].any(), "places that are left are zero"
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.bfloat16, torch.float64)], ids=str)
-@pytest.mark.parametrize(("num_ranks", "spare_places"), [(2, 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "spare_places", "dtypes"),
+    [(2, 1, (torch.bfloat16, torch.bfloat16, torch.float64)), (5, 3, (torch.float32,))],
+    ids=str,
+)
 def test_gradients_are_added_in_ascending_order_of_rank(num_ranks, spare_places, dtypes, folder):
     for order in range(3):
         batch = Batch(num_ranks, 2 * num_ranks, spare_places, seed=order)

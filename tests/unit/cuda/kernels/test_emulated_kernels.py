@@ -15,6 +15,7 @@ from emulator import is_available
 from scenes import PAYLOADS, Play, Scene
 
 from comparison import assert_same_bits
+from fusco.core.rows import ROW_DTYPES
 from fusco.cuda import tuning
 from fusco.cuda.kernels import combine_rows as combine_kernel, plan as plan_kernel
 from generator import KINDS
@@ -30,22 +31,20 @@ def play(scene: Scene, folder, order: int = 0, **sizes: int) -> None:
     whole.check(whole.run(order))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_within_a_node(kind, folder):
-    many = (8,) if kind in ("balanced", "ragged with holes", "skewed") else ()  # which take seconds
-    for order, num_ranks in enumerate((1, 2, 3, *many)):
-        play(Scene(num_nodes=1, ranks_per_node=num_ranks, kind=kind, seed=order), folder, order)
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
+def test_within_and_between_nodes_and_with_masked_rows(number, folder):
+    order = number % 3
+    within = Scene(num_nodes=1, ranks_per_node=(2, 3, 8, 1)[number % 4], kind=KINDS[number], seed=order)
+    num_nodes, ranks_per_node = ((2, 2), (3, 1), (2, 3))[order]
+    between = replace(within, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    masked = replace((within, between)[number % 2], rows_per_expert=(4, 1, 32)[order])
+    for scene in (within, between, masked):
+        play(scene, folder, order)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_between_nodes(kind, folder):
-    for order, (num_nodes, ranks_per_node) in enumerate([(2, 2), (3, 1), (2, 3)]):
-        play(Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order), folder, order)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+@pytest.mark.parametrize("number", range(10))
+def test_dtypes_widths_and_ways_to_have_rows(number, folder):
+    changes = [
         {"payloads": PAYLOADS[1]},
         {"payloads": PAYLOADS[2], "alignment": 4, "is_static": True},
         {"payloads": PAYLOADS[3], "is_weighted": False},
@@ -56,41 +55,35 @@ def test_between_nodes(kind, folder):
         {"dtype": torch.float16, "wire_dtype": torch.float32, "alignment": 4},
         {"rows_per_expert": 3},
         {"rows_per_expert": 64, "alignment": 4, "payloads": PAYLOADS[2]},
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 4), (2, 2)])
-def test_dtypes_widths_and_ways_to_have_rows(changes, num_nodes, ranks_per_node, folder):
-    order, kind = (0, "ragged with holes") if num_nodes == 1 else (1, "skewed")
-    scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=4 + order, **changes)
-    play(scene, folder, order)
+    ][number]
+    kind, num_nodes, ranks_per_node = [("ragged with holes", 1, 4), ("skewed", 2, 2)][number % 2]
+    scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=4 + number % 2, **changes)
+    play(scene, folder, order=number % 2)
 
 
 def test_many_rows_for_each_warp(folder, monkeypatch):
     """Rows are not shared among warps then."""
     monkeypatch.setattr(tuning, "ROWS_FOR_ALL_WARPS", 1)
-    for order in range(3):
-        play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=order), folder, order)
+    play(Scene(num_nodes=1, ranks_per_node=4, kind="balanced", seed=2), folder, order=2)
 
 
-@pytest.mark.parametrize("kind", ["ragged with holes", "skewed"])
-def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(kind, folder, monkeypatch):
+def test_a_plan_of_one_block_with_more_pairs_than_it_keeps(folder, monkeypatch):
     monkeypatch.setattr(plan_kernel, "plan_shape", lambda _: (512, 1))
-    for order in range(2):
+    for order, kind in enumerate(("ragged with holes", "skewed")):
         play(Scene(num_nodes=1, ranks_per_node=4, kind=kind, seed=order), folder, order)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "ragged with holes", "repeated experts"])
-def test_sums_have_the_bits_of_the_twins(kind, folder):
-    for seed, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32, torch.float64)):
-        scene = Scene(num_nodes=2, ranks_per_node=2, kind=kind, seed=seed, dtype=dtype, hidden=17)
-        emulated, twins = EmulatedPlay(scene, folder).run(seed), Play(scene).run(seed)
-        for rank, (ours, theirs) in enumerate(zip(emulated, twins, strict=True)):
-            for one, other in zip(ours.sums, theirs.sums, strict=True):
-                assert_same_bits(one, other, f"sums of rank {rank} in {dtype}")
+@pytest.mark.parametrize(("seed", "dtype"), list(enumerate(ROW_DTYPES)), ids=str)
+def test_sums_have_the_bits_of_the_twins(seed, dtype, folder):
+    kind = ("balanced", "ragged with holes", "repeated experts")[seed % 3]
+    scene = Scene(num_nodes=2, ranks_per_node=2, kind=kind, seed=seed, dtype=dtype, hidden=17)
+    emulated, twins = EmulatedPlay(scene, folder).run(seed), Play(scene).run(seed)
+    for rank, (ours, theirs) in enumerate(zip(emulated, twins, strict=True)):
+        for one, other in zip(ours.sums, theirs.sums, strict=True):
+            assert_same_bits(one, other, f"sums of rank {rank}")
 
 
-@pytest.mark.parametrize("order", range(6))
+@pytest.mark.parametrize("order", range(2))
 def test_a_few_resident_blocks_of_a_grid_do_all_that_others_wait_for(folder, order, monkeypatch):
     """As with concurrent kernels that wait for other ranks: only one of combine's blocks is resident."""
     monkeypatch.setattr(combine_kernel, "combine_shape", lambda *_: tuning.RingShape(512, 3, 2, 3))
@@ -104,11 +97,3 @@ def test_few_rows_are_spread_over_all_blocks_of_which_any_may_be_resident(folder
     for order, kind in enumerate(("ragged with holes", "skewed")):
         scene = Scene(num_nodes=1, ranks_per_node=2 + order, kind=kind, seed=order)
         play(scene, folder, order, num_sms=40, max_resident=max_resident)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_masked_rows(kind, folder):
-    for order, (num_nodes, ranks_per_node) in enumerate([(1, 1), (1, 3), (2, 2)]):
-        rows_per_expert = (4, 1, 32)[(order + len(kind)) % 3]
-        scene = Scene(num_nodes=num_nodes, ranks_per_node=ranks_per_node, kind=kind, seed=order)
-        play(replace(scene, rows_per_expert=rows_per_expert), folder, order)

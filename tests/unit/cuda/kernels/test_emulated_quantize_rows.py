@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -50,8 +51,7 @@ def assert_same(seen: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(seen.view(bits)[~is_nan], expected.view(bits)[~is_nan])
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED_DTYPES, ids=str)
-@pytest.mark.parametrize("quantize", FORMATS, ids=str)
+@pytest.mark.parametrize(("quantize", "dtype"), list(zip(FORMATS, cycle(QUANTIZED_DTYPES), strict=False)), ids=str)
 def test_codes_and_scales_are_those_of_the_cpu(quantize, dtype, folder):
     # One block of columns, a part of a warp's run, several blocks of threads.
     given = [rows_to_quantize(*shape, dtype) for shape in ((1, 256), (5, 768), (9, 1024))]

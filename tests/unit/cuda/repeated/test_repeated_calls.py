@@ -29,8 +29,11 @@ from fusco.cuda.kernels.plan import PlanMemory
 from fusco.cuda.kernels.program import Program
 
 
-@pytest.mark.parametrize("no_bound", [False, True], indirect=True)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "no_bound"),
+    [*((case, False) for case in CASES), ("exact", True), ("two payloads", True)],
+    indirect=["no_bound"],
+)
 @pytest.mark.usefixtures("no_bound")
 def test_repeated_calls_return_what_others_do(case, repeats):
     def program(comm, other, _library):
