@@ -1,4 +1,4 @@
-"""``python -m check_architectures``: gradients of every architecture on four ranks, and the table of the page."""
+"""``python -m check_architectures``: every architecture's files and its gradients on four ranks, and the page's table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import transformers
 from fsdp_architecture_jobs import LIMIT, compare, is_within_limit
 from fsdp_architectures import EXCEPTIONS, find_kinds
+from fsdp_names_jobs import wrong_files
 from fsdp_runs import import_models
 from limited_world import LimitedWorld
 from rich.console import Console
@@ -61,10 +63,12 @@ def _options() -> argparse.Namespace:
 def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # of the ranks
     PRELOADED.extend(["fsdp_architecture_jobs"])
-    world = LimitedWorld(4, import_models, _LIMIT_S)
+    world, one = (LimitedWorld(num_ranks, import_models, _LIMIT_S) for num_ranks in (4, 1))
     for kind in kinds:
         began = time.monotonic()
         try:
+            with tempfile.TemporaryDirectory() as folder:
+                assert one.run(wrong_files, kind, Path(folder)) == [[]]
             compared, *_ = world.run(compare, kind)
             record = {"class": compared.root, "dtype": compared.dtype, "noise": _rounded(compared.noise)}
             record["differences"] = {way: _rounded(each) for way, each in compared.differences.items()}
@@ -74,6 +78,7 @@ def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
             record |= {} if kind in EXCEPTIONS else {"failure": str(error)[-2000:]}
         yield kind, {"kind": kind, **record, "seconds": round(time.monotonic() - began, 1)}
     world.close()
+    one.close()
 
 
 def read_records() -> list[Record]:
