@@ -22,7 +22,7 @@ MISTAKEN = 2
 PROMPTLY_S = 5.0
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (6, 2), (4, 4), (4, 1), (1, 1), (8, 4)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(6, 2), (8, 4), (4, 4), (4, 1), (1, 1)])
 def test_every_matrix_by_every_schedule(world, num_ranks, ranks_per_node):
     world.run(jobs.check_exchanges, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 
@@ -41,7 +41,7 @@ def test_equal_splits_and_rows_that_are_not_contiguous(world):
     world.run(jobs.exchange_equally, 4, SETUP)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (4, 2), (4, 1)])
 def test_gradients_equal_those_of_torch(world, num_ranks, ranks_per_node):
     world.run(jobs.check_gradients, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 
