@@ -1,4 +1,4 @@
-"""``python -m check_architectures``: every architecture's files and its gradients on four ranks, and the page's table."""
+"""``python -m check_architectures``: every architecture's files, biases and gradients, and the page's table."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import transformers
 from fsdp_architecture_jobs import LIMIT, compare, is_within_limit
 from fsdp_architectures import EXCEPTIONS, find_kinds
+from fsdp_balance_jobs import biases_of_page, update_all_kinds
 from fsdp_names_jobs import wrong_files
 from fsdp_runs import import_models
 from limited_world import LimitedWorld
@@ -63,12 +64,15 @@ def _options() -> argparse.Namespace:
 def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # of the ranks
     PRELOADED.extend(["fsdp_architecture_jobs"])
-    world, one = (LimitedWorld(num_ranks, import_models, _LIMIT_S) for num_ranks in (4, 1))
+    world, two, one = (LimitedWorld(num_ranks, import_models, _LIMIT_S) for num_ranks in (4, 2, 1))
+    biases = {kind: place for place, kinds in biases_of_page().items() for kind in kinds}
     for kind in kinds:
         began = time.monotonic()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 assert one.run(wrong_files, kind, Path(folder)) == [[]]
+            found, _ = two.run(update_all_kinds, [kind])
+            assert found == {name: place for name, place in biases.items() if name == kind}, found
             compared, *_ = world.run(compare, kind)
             record = {"class": compared.root, "dtype": compared.dtype, "noise": _rounded(compared.noise)}
             record["differences"] = {way: _rounded(each) for way, each in compared.differences.items()}
@@ -77,8 +81,8 @@ def _check(kinds: Iterable[str]) -> Iterable[tuple[str, Record]]:
             record = {"class": "", "dtype": "", "noise": 0.0, "differences": {}, "refused": EXCEPTIONS.get(kind, "")}
             record |= {} if kind in EXCEPTIONS else {"failure": str(error)[-2000:]}
         yield kind, {"kind": kind, **record, "seconds": round(time.monotonic() - began, 1)}
-    world.close()
-    one.close()
+    for each in (world, two, one):
+        each.close()
 
 
 def read_records() -> list[Record]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from fusco.fsdp.experts import find_experts
 from fusco.fsdp.layer import layers_of
 
 NUM_MICROBATCHES = 2
+_PAGE = Path(__file__).parents[2] / "docs" / "training" / "runs.md"
+_SHAPE_TO_TEXT = {(4,): "(E,)", (1, 4): "(1, E)", (5,): "(E + 1,)", (6,): "(E + zero experts,)"}
 
 
 def loads_of_a_step(_: dist.ProcessGroup, run: Run) -> list[list[list[int]]]:
@@ -79,7 +83,13 @@ def train_with_bias(_: dist.ProcessGroup, num_steps: int) -> tuple[list[float], 
         return busiest, [bias.clone() for bias in find_expert_biases(model).values()]
 
 
-def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, tuple[str, str, tuple[int, ...]]]:
+def biases_of_page() -> dict[str, list[str]]:
+    """Return the kinds of each row of the page's table, by the row's beginning."""
+    rows = re.findall(r"^(\| `[\w.]+` \| (?:buffer|parameter) \| \(.*?\)) \| (.*) \|$", _PAGE.read_text(), re.MULTILINE)
+    return {place: kinds.split(", ") for place, kinds in rows}
+
+
+def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, str]:
     """Return, for each kind with a bias, where it is; update it by loads that rise with the expert, and check it."""
     mesh, found = mesh_of(2, 1), {}
     for kind in kinds:
@@ -98,7 +108,7 @@ def update_all_kinds(_: dist.ProcessGroup, kinds: list[str]) -> dict[str, tuple[
     return found
 
 
-def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> tuple[str, str, tuple[int, ...]]:
+def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> str:
     before = {name: whole_of(bias) for name, bias in biases.items()}
     for each in layers_of(model).values():
         first = each.dispatcher.group.rank() * each.experts.num_experts // 2
@@ -115,7 +125,7 @@ def _updated(model: nn.Module, biases: dict[str, torch.Tensor]) -> tuple[str, st
     name, bias = next(iter(biases.items()))
     (full_name,) = {key for key, value in (*model.named_buffers(), *model.named_parameters()) if value is bias}
     kind = "parameter" if isinstance(bias, nn.Parameter) else "buffer"
-    return full_name.removeprefix(f"{name.rpartition('.')[0]}."), kind, tuple(bias.shape)
+    return f"| `{full_name.removeprefix(name.rpartition('.')[0] + '.')}` | {kind} | {_SHAPE_TO_TEXT[tuple(bias.shape)]}"
 
 
 def errors_of_update(_: dist.ProcessGroup) -> list[str]:

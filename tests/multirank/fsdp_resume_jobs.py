@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from fsdp_architectures import make_root
 from fsdp_models import make_model
 from fsdp_runs import mesh_of, whole_of
@@ -20,12 +20,6 @@ from fusco import fsdp
 
 # Selects tokens by values that no gradient comes from.
 INDEXER = "indexer"
-_ROOTS = {
-    "deepseek_v32": "DeepseekV32ForCausalLM",
-    "deepseek_v4": "DeepseekV4ForCausalLM",
-    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-}
-KINDS = tuple(_ROOTS)
 
 
 @dataclass(frozen=True)
@@ -36,14 +30,14 @@ class Moments:
     stepped: dict[str, torch.Tensor]
 
 
-def resume(_: dist.ProcessGroup, kind: str, path: Path) -> list[Moments]:
+def resume(_: dist.ProcessGroup, path: Path) -> list[Moments]:
     """Return the states of the run that saved, with a new optimizer, and with one that has seen every gradient."""
-    saved = _parallel(_make(kind), 2)
+    saved = _parallel(_make(), 2)
     optimizer = _step(saved, AdamW(saved.parameters()))
     fsdp.save_checkpoint(path, saved, optimizer)
     outcomes = [_go_on(saved, optimizer)]
     for has_stepped in (False, True):
-        model = _parallel(_make(kind), 2)
+        model = _parallel(_make(), 2)
         optimizer = AdamW(model.parameters())
         if has_stepped:
             for parameter in model.parameters():
@@ -55,9 +49,9 @@ def resume(_: dist.ProcessGroup, kind: str, path: Path) -> list[Moments]:
     return outcomes
 
 
-def resume_alone(kind: str, path: Path) -> dict[str, torch.Tensor]:
+def resume_alone(path: Path) -> dict[str, torch.Tensor]:
     """Load into a plain model, in a process without a group."""
-    model = _make(kind)
+    model = _make()
     optimizer = AdamW(model.parameters())
     fsdp.load_checkpoint(path, model, optimizer)
     return _moments(model, optimizer)
@@ -110,9 +104,8 @@ def _error(path: Path, make_optimizer: Callable[..., Optimizer], changes: dict[s
     return str(error.value)
 
 
-def _make(kind: str) -> nn.Module:
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    model = make_root(getattr(module, _ROOTS[kind]))
+def _make() -> nn.Module:
+    model = make_root(transformers.GlmMoeDsaForCausalLM)
     assert any(INDEXER in name for name, _ in model.named_parameters())
     return model
 

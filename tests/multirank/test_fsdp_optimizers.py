@@ -32,9 +32,8 @@ def test_an_optimizer_does_what_the_page_says(four, kind, implementation, outcom
             assert "AdamW" in error  # the way out
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
-def test_muon_takes_each_expert_as_a_matrix(four, ep_size):
-    for differences in four.run(jobs.train_experts_by_muon, ep_size, expert_dim=0):
+def test_muon_takes_each_expert_as_a_matrix(four):
+    for differences in four.run(jobs.train_experts_by_muon, 2, expert_dim=0):
         assert len(differences) == 4
         assert max(differences.values()) < 0.02, differences  # products in bfloat16, rounded in another order
 

@@ -17,7 +17,7 @@ from fusco.bench.ranks.local_world import LocalWorld, RankFailedError
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
-NUM_KILLS = 5  # in every run of the tests at other moments
+NUM_KILLS = 2  # in every run of the tests at other moments
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "asynchronous"])
