@@ -208,7 +208,7 @@ def memory_of_export(_: dist.ProcessGroup, path: Path) -> tuple[int, int, int]:
     assert ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed is given back
     mesh = mesh_of(2, 1)
     fsdp.save_hugging_face(path / "imports", _parallelized(mesh))
-    sizes = {"hidden_size": 512, "num_hidden_layers": 6, "num_experts": 16, "moe_intermediate_size": 256}
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_experts": 16, "moe_intermediate_size": 256}
     model = _parallelized(mesh, **sizes)
     share = sum(parameter.to_local().nbytes for parameter in model.parameters())
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())

@@ -49,6 +49,10 @@ _KIND_TO_CONFIG = {
     "gpt-oss": (transformers.GptOssConfig, {"num_local_experts": 8, "intermediate_size": 12, "head_dim": 8}),
 }
 KINDS = tuple(_KIND_TO_CONFIG)
+_KIND_TO_CONFIG["qwen3 of one layer"] = (
+    transformers.Qwen3MoeConfig,
+    _KIND_TO_CONFIG["qwen3"][1] | {"num_hidden_layers": 1},
+)
 _KIND_TO_CONFIG["olmoe"] = (transformers.OlmoeConfig, {"num_experts": 8, "intermediate_size": 8})
 
 
