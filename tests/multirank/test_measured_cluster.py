@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from launching import launch
 
 from fusco.simulate.cluster import load_cluster
 
@@ -13,12 +11,9 @@ from fusco.simulate.cluster import load_cluster
 @pytest.mark.multirank
 def test_a_job_measures_its_cluster(tmp_path):
     path = tmp_path / "mine.toml"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusco"]
-    shape = ["--nodes", "2", "--ranks-per-node", "1"]
-    done = subprocess.run(
-        [*launch, "simulate", "--measure", path, *shape], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["simulate", "--measure", str(path), "--nodes", "2", "--ranks-per-node", "1"]
+    done = launch(2, "fusco", options, tmp_path / "logs")
+    assert done.is_ok, done.stderr
     cluster = load_cluster(str(path))
     assert (cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.machines) == ("mine", 2, 1, 1)
     measured = {"nic_gbs", "latency_us", "stage_us", "memory_gbs", "core_gbs", "start_us", "plan_us"}

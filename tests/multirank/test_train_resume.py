@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
+import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +20,19 @@ from fusco.cli.main import app
 
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
-ROOT = Path(__file__).parents[2]
 RUN = [*SMALL, "--text-bytes", "100000", "--ranks", "2", "--dropout", "0.2", "--steps", "12"]
 
 
 def train(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def kill_ranks_after(step):
+    deadline = time.monotonic() + 120
+    while not step.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for rank in multiprocessing.active_children():
+        rank.kill()
 
 
 def losses(path):
@@ -53,15 +57,11 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     done = train(*RUN, "--save", whole, "--json", tmp_path / "whole.jsonl")
     assert done.exit_code == 0, done.output
     log = tmp_path / "killed.jsonl"
-    command = [sys.executable, "-m", "fusco", "train", *RUN, "--save", killed, "--save-every", "2", "--json", log]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams) as run:
-        deadline = time.monotonic() + 120
-        while not (killed / "step-00000004").exists():
-            assert time.monotonic() < deadline
-            assert run.poll() is None
-            time.sleep(0.01)
-        os.killpg(run.pid, signal.SIGKILL)
+    killer = threading.Thread(target=kill_ranks_after, args=(killed / "step-00000004",))
+    killer.start()
+    done = train(*RUN, "--save", killed, "--save-every", "2", "--json", log)
+    killer.join()
+    assert "exit code -9" in str(done.exception)
     assert not (killed / "step-00000012").exists()
     done = train("--resume", killed, "--keep-last", "1", "--json", log)
     assert done.exit_code == 0, done.output
