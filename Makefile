@@ -63,8 +63,8 @@ test-gpu: setup
 # Tests of several ranks at a time, of each of two parts: one for every 40 GB of all GPUs, as the four ranks of most take
 # up to 3 GiB each, and for every six cores. Each test is named as it ends, with why it failed: runs may be cut off.
 GPU_WORKERS ?= $(or $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2> /dev/null | \
-    awk -v cores=$$(nproc) '{ mb += $$1 } END { gpus = int(mb / 40000); cores = int(cores / 6); \
-    print gpus < cores ? gpus : cores }' | grep -v '^0$$'),1)
+    awk -v cores=$$(nproc) '{ mb += $$1 } END { by_memory = int(mb / 40000); by_cores = int(cores / 6); \
+    print by_memory < by_cores ? by_memory : by_cores }' | grep -v '^0$$'),1)
 GPU_PARTS := test-gpu-kernels test-gpu-within-node test-gpu-between-nodes
 .PHONY: test-gpu-parts $(GPU_PARTS)
 $(GPU_PARTS): export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES = 1
