@@ -34,12 +34,13 @@ class Session:
 
     ``sequence_number`` counts exchanges of records, the same on all ranks; a collective may have more than one.
     ``has_published`` if ``repeat`` has published this rank's record, and so accepted its input, but could not do the
-    rest. ``number`` is that of this rank in the group, where ranks may be absent.
+    rest. ``number`` is that of this rank in the group, where ranks may be absent. The next members go on with the
+    status server of ``connections``.
     """
 
     def __init__(self, rank: int, connections: Connections, access: Access, on_broken: Callable[[], None]) -> None:
         """``on_broken`` is called as soon as the session of this rank ends by a failure."""
-        self.rank, self._connections, self.access, self._on_broken = rank, connections, access, on_broken
+        self.rank, self.connections, self.access, self._on_broken = rank, connections, access, on_broken
         self.number = connections.memory.layout.topology.numbers[rank]
         self._memory, self._watchdog = connections.memory, connections.watchdog
         self._exchange = RecordExchange(connections.memory, connections.mesh, connections.watchdog)
@@ -259,15 +260,10 @@ class Session:
     def end(self, reason: str) -> None:
         """Refuse all further calls."""
         self.broken = reason
-        self._connections.status_server.leave_siblings()
+        self.connections.status_server.leave_siblings()
         self._on_broken()
-
-    @property
-    def connections(self) -> Connections:
-        """The connections, of which the next members go on with the status server."""
-        return self._connections
 
     def close(self, *, holds_status_server: bool = False) -> None:
         """Free all connections without waiting for other ranks; the status server, too, unless it is to go on."""
-        self._connections.status_server.is_held = holds_status_server
-        self._connections.close()
+        self.connections.status_server.is_held = holds_status_server
+        self.connections.close()

@@ -45,7 +45,7 @@ class GroupCommunicators:
         self._group = weakref.ref(group)
         self._ranks_per_node, self._settings = ranks_per_node, settings or Settings()
         self._communicators: dict[int, Communicator] = {}  # by number of experts
-        self._current: Communicator | None = None  # of the latest call
+        self.current: Communicator | None = None  # of the latest call; the same on all ranks
         self._purpose = ("", 0)  # of the latest dispatch
         self._finalizer = weakref.finalize(self, _leave, self._communicators)
 
@@ -65,12 +65,12 @@ class GroupCommunicators:
         if self.is_closed:
             raise ClosedError("these communicators have been aborted")
         comm = self._communicators.get(num_experts)
-        if self._current is not None and (comm is not self._current or purpose != self._purpose):
+        if self.current is not None and (comm is not self.current or purpose != self._purpose):
             before = "" if purpose == self._purpose else f" after {_operation(self._purpose)}"
             self._agree(_operation(purpose) + before)
         if comm is None:
             comm = self._make(_operation(purpose), num_experts, need, device)
-        self._current, self._purpose = comm, purpose
+        self.current, self._purpose = comm, purpose
         return self._fitting(comm, need, partial(dispatch, comm))
 
     def need_of(
@@ -99,20 +99,15 @@ class GroupCommunicators:
 
     def turn_to(self, comm: Communicator, verb: str) -> Communicator:
         """Return a handle's communicator for a call along it; a collective if the call before was in another."""
-        if comm is not self._current:
+        if comm is not self.current:
             self._agree(f"{verb} along a handle of a communicator for {comm.placement.num_experts} experts")
-            self._current = comm
+            self.current = comm
         return comm
-
-    @property
-    def current(self) -> Communicator | None:
-        """The communicator of the latest call; the same on all ranks."""
-        return self._current
 
     def rejecting(self) -> Rejecting:
         """Make an error inside a rejection of the call that all other ranks make: they raise at once, too."""
-        if self._current is not None:
-            return self._current.rejecting()
+        if self.current is not None:
+            return self.current.rejecting()
         return Rejecting(lambda reason: self._gather(REJECTION, _LEAST, reason))
 
     @property
@@ -126,8 +121,8 @@ class GroupCommunicators:
 
     def _agree(self, operation: str) -> None:
         """Agree on a call in the communicator of the call before, unless a failure has ended that one."""
-        if self._current is not None and not self._current.is_broken:
-            self._current.agree(operation)
+        if self.current is not None and not self.current.is_broken:
+            self.current.agree(operation)
 
     def _fitting(self, comm: Communicator, need: Capacity, dispatch: Callable[[], _Result]) -> _Result:
         return comm.fitting(need, dispatch)

@@ -49,7 +49,7 @@ class Channel:
         self._state = ChannelState.from_address(handle)
         weakref.finalize(self, functions()["release"], handle).atexit = False
         self.peer, self.num_rails = int(self._state.peer), int(self._state.num_rails)
-        self._posting = threading.Lock()
+        self.posting = threading.Lock()  # held while something is posted; ``close`` of the endpoint takes it, too
         self._open: deque[Request] = deque()  # in order; their memory is kept until they are done
         self._error: Exception | None = None
 
@@ -125,11 +125,6 @@ class Channel:
         """The limit of a wait."""
         return self._endpoint.timeout_s
 
-    @property
-    def posting(self) -> threading.Lock:
-        """Held while something is posted."""
-        return self._posting
-
     def wait_for(self, request: Request, limit_s: float) -> None:
         """Wait until a request is done, at most about ``limit_s``."""
         if self._endpoint.is_polled:
@@ -146,12 +141,12 @@ class Channel:
 
     def give_up(self, reason: str) -> None:
         """Break the channel; the states of its rails are added to the reason."""
-        with self._posting:
+        with self.posting:
             functions()["give_up"](self._handle, reason.encode())
 
     def settle(self) -> None:
         """Call ``on_done`` of requests that have finished, in the order of their posting."""
-        with self._posting:
+        with self.posting:
             # The latest first: a receive that is done has only such before it.
             finished = [each for each in reversed(self._open) if each.done]
             for each in finished:
@@ -164,7 +159,7 @@ class Channel:
                     raise RuntimeError(f"on_done of {request.verb} #{request.seq} raised {raised!r}") from raised
 
     def _forget_done(self) -> None:
-        with self._posting:
+        with self.posting:
             while self._open and self._open[0].done and self._open[0].on_done is None:
                 self._open.popleft()
 
@@ -177,7 +172,7 @@ class Channel:
         self._forget_done()
         if on_done:
             self._endpoint.begin_callbacks()
-        with self._posting:
+        with self.posting:
             if code := functions()["post"](self._handle, ctypes.byref(state)):
                 if code == FORKED:
                     raise ClosedError("the channel belongs to the process that this one was forked from")

@@ -109,7 +109,7 @@ def test_closing_connections_shows_no_rank_as_failed():
         has_failed.append(watchdogs[transport].has_failed_rank)  # as a thread that watches may
 
     def make(store_gather):
-        connections = parts_of(store_gather).session._connections
+        connections = parts_of(store_gather).session.connections
         watchdogs[connections.transport] = connections.watchdog
         connections.close()
 

@@ -36,7 +36,7 @@ def communicator(num_experts: int) -> SimpleNamespace:
 def comms():
     comms = GroupCommunicators(Group())
     comms._communicators.update({8: communicator(8), 4: communicator(4)})
-    comms._current, comms._purpose = comms._communicators[8], ("dispatch", 8)
+    comms.current, comms._purpose = comms._communicators[8], ("dispatch", 8)
     return comms
 
 

@@ -39,7 +39,7 @@ class MaskedCommunicator(GroupCommunicators):
         self._name = f"low-latency mode of ranks {dist.get_process_group_ranks(group)}"
         self._num_completed, self._is_left_out = 0, False
         self._device = torch.device("cpu")
-        self._current = super()._make(self._name, self._num_ranks, _LEAST, self._device)
+        self.current = super()._make(self._name, self._num_ranks, _LEAST, self._device)
         self._communicators[0] = self._communicators.pop(self._num_ranks)  # the first call resizes it
         store = self.comm._store  # noqa: SLF001  of the process group
         assert store is not None
@@ -48,8 +48,8 @@ class MaskedCommunicator(GroupCommunicators):
     @property
     def comm(self) -> Communicator:
         """The communicator in its present form, which its topology names."""
-        assert self._current is not None
-        return self._current
+        assert self.current is not None
+        return self.current
 
     @property
     def masked(self) -> list[int]:
@@ -148,7 +148,7 @@ class MaskedCommunicator(GroupCommunicators):
                     raise
             time.sleep(_POLL_S)
         comm.take_turns()
-        self._current, self._is_left_out, self._device = comm, False, torch.device(sizes["device"])
+        self.current, self._is_left_out, self._device = comm, False, torch.device(sizes["device"])
         self._communicators.clear()
         self._communicators[sizes["num_experts"]] = comm
 
