@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -262,17 +263,19 @@ def splits_of_other_sum(comm, output, rows, splits):
     comm.all_to_all(output, rows, splits, [2, 2, 2, 3])
 
 
-def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistake: Call) -> Outcome:
-    """One rank makes a mistake: nothing is written, and afterwards all collectives work."""
+def make_mistakes(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistakes: list[Call]) -> list[Outcome]:
+    """One rank makes mistakes: nothing is written, and after each all collectives work."""
+    outcomes = []
     with setup.open(group) as comm:
-        rows, output = torch.ones(8, 3), torch.zeros(8, 3)
-        call = mistake if comm.rank == mistaken_rank else good
-        outcome = attempt(lambda: call(comm, output, rows, [2, 2, 2, 2]))
-        assert not output.any()
-        check_that_it_works(comm, setup)
-        good(comm, output, rows.detach(), [2, 2, 2, 2])
-        assert output.all()
-    return outcome
+        for mistake in mistakes:
+            rows, output = torch.ones(8, 3), torch.zeros(8, 3)
+            call = mistake if comm.rank == mistaken_rank else good
+            outcomes.append(attempt(partial(call, comm, output, rows, [2, 2, 2, 2])))
+            assert not output.any()
+            check_that_it_works(comm, setup)
+            good(comm, output, rows.detach(), [2, 2, 2, 2])
+            assert output.all()
+    return outcomes
 
 
 def exchange_by_group(group: dist.ProcessGroup) -> Outcome:

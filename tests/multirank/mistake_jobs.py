@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -42,18 +43,20 @@ def attempt(call: Callable[[], Any]) -> Outcome:
     return Outcome("", "", time.monotonic() - start)
 
 
-def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, name: str) -> Outcome:
-    """Make a call of ``MISTAKES`` on one rank, and its verb on all others; afterwards all collectives work."""
-    mistake = MISTAKES[name]
+def make_mistakes(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, names: list[str]) -> dict[str, Outcome]:
+    """Make calls of ``MISTAKES`` on one rank, and the verb of each on all others; after each all collectives work."""
+    outcomes = {}
     with setup.open(group) as comm:
         case = setup.case("ragged", 5, comm.topology.world_size, setup.num_topk)
         ids, weights = case.topk_idx(comm.rank), case.topk_weights(comm.rank)
-        x = torch.ones(case.num_tokens(comm.rank), HIDDEN)
-        dispatched = comm.dispatch(x, ids, weights)
-        scene = Scene(comm, x, ids, weights, dispatched.handle, dispatched.rows.clone())
-        outcome = attempt(lambda: (mistake.call if comm.rank == mistaken_rank else GOOD[mistake.verb])(scene))
-        check_that_it_works(comm, setup)
-    return outcome
+        for name in names:
+            mistake, x = MISTAKES[name], torch.ones(case.num_tokens(comm.rank), HIDDEN)
+            dispatched = comm.dispatch(x, ids, weights)
+            scene = Scene(comm, x, ids, weights, dispatched.handle, dispatched.rows.clone())
+            call = mistake.call if comm.rank == mistaken_rank else GOOD[mistake.verb]
+            outcomes[name] = attempt(partial(call, scene))
+            check_that_it_works(comm, setup)
+    return outcomes
 
 
 def check_that_it_works(comm: fusco.Communicator, setup: Setup) -> None:
@@ -168,20 +171,23 @@ def make_with_another_version(group: dist.ProcessGroup, setup: Setup, version: s
         return attempt(lambda: setup.open(group).close())
 
 
-def make_differently(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: dict[str, Any]) -> Outcome:
-    """Create a communicator with different arguments on one rank; afterwards all create a valid one."""
-    arguments = {
-        "num_experts": setup.num_experts,
-        "num_topk": setup.num_topk,
-        "max_tokens_per_rank": setup.max_tokens,
-        "max_bytes_per_token": setup.max_bytes_per_token,
-        "ranks_per_node": setup.ranks_per_node,
-        "expert_placement": setup.expert_placement,
-        "settings": setup.settings,
-    }
-    if mistaken_rank in (-1, dist.get_rank(group)):
-        arguments.update(changes)
-    outcome = attempt(lambda: fusco.Communicator(group, **arguments).close())
-    with setup.open(group) as comm:
-        check_that_it_works(comm, setup)
-    return outcome
+def make_differently(
+    group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, changes: list[dict[str, Any]]
+) -> list[Outcome]:
+    """Create communicators with different arguments on one rank; after each all create a valid one."""
+    outcomes, is_mistaken = [], mistaken_rank in (-1, dist.get_rank(group))
+    for each in changes:
+        arguments = {
+            "num_experts": setup.num_experts,
+            "num_topk": setup.num_topk,
+            "max_tokens_per_rank": setup.max_tokens,
+            "max_bytes_per_token": setup.max_bytes_per_token,
+            "ranks_per_node": setup.ranks_per_node,
+            "expert_placement": setup.expert_placement,
+            "settings": setup.settings,
+            **(each if is_mistaken else {}),
+        }
+        outcomes.append(attempt(lambda given=arguments: fusco.Communicator(group, **given).close()))
+        with setup.open(group) as comm:
+            check_that_it_works(comm, setup)
+    return outcomes

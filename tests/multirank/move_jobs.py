@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -321,16 +322,17 @@ def other_targets(comm, weights, old, new):
     comm.move_experts(weights, old, new, targets=[each.half() for each in weights])
 
 
-def make_mistake(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistake: Call) -> Outcome:
-    """One rank makes a mistake: no place changes, and afterwards all collectives work."""
+def make_mistakes(group: dist.ProcessGroup, setup: Setup, mistaken_rank: int, mistakes: list[Call]) -> list[Outcome]:
+    """One rank makes mistakes: no place changes, and after each all collectives work."""
+    outcomes, old = [], np.array([[0, -1], [1, -1], [2, -1], [3, -1]])
+    new = np.array([[0, 3], [1, 0], [2, 3], [3, 1]])
     with setup.open(group) as comm:
-        old = np.array([[0, -1], [1, -1], [2, -1], [3, -1]])
-        new = np.array([[0, 3], [1, 0], [2, 3], [3, 1]])
-        weights = [torch.full((2, 3, 4), float(comm.rank), device=setup.device)]
-        call = mistake if comm.rank == mistaken_rank else good
-        outcome = attempt(lambda: call(comm, weights, old, new))
-        assert (weights[0] == comm.rank).all()
-        check_that_it_works(comm, setup)
-        good(comm, weights, old, new)
-        assert weights[0][:, 0, 0].tolist() == new[comm.rank].tolist()
-    return outcome
+        for mistake in mistakes:
+            weights = [torch.full((2, 3, 4), float(comm.rank), device=setup.device)]
+            call = mistake if comm.rank == mistaken_rank else good
+            outcomes.append(attempt(partial(call, comm, weights, old, new)))
+            assert (weights[0] == comm.rank).all()
+            check_that_it_works(comm, setup)
+            good(comm, weights, old, new)
+            assert weights[0][:, 0, 0].tolist() == new[comm.rank].tolist()
+    return outcomes

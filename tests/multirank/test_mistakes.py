@@ -28,28 +28,32 @@ def kinds(outcomes: list[Outcome]) -> list[str]:
     return [outcome.kind for outcome in outcomes]
 
 
-def make(world, name, setup=SETUP) -> list[Outcome]:
-    return world.run(jobs.make_mistake, 4, setup, MISTAKEN, name)
+def make(world, names, setup=SETUP) -> dict[str, list[Outcome]]:
+    of_ranks = world.run(jobs.make_mistakes, 4, setup, MISTAKEN, list(names))
+    return {name: [outcomes[name] for outcomes in of_ranks] for name in names}
 
 
 @pytest.mark.parametrize(
-    "name", [*BAD_INPUTS, *(pytest.param(name, marks=pytest.mark.cpu_only) for name in NOT_MOVABLE)]
+    "names",
+    [list(BAD_INPUTS), pytest.param(list(NOT_MOVABLE), marks=pytest.mark.cpu_only)],
+    ids=["bad inputs", "not movable"],
 )
-def test_bad_input_is_rejected_on_its_rank_and_cancels_the_collective_on_all_others(world, name):
-    mistake, outcomes = MISTAKES[name], make(world, name)
-    check_rejection(outcomes, mistake.kind, mistake.phrases)
+def test_bad_input_is_rejected_on_its_rank_and_cancels_the_collective_on_all_others(world, names):
+    for name, outcomes in make(world, names).items():
+        check_rejection(outcomes, name)
 
 
-def check_rejection(outcomes, kind, phrases):
-    assert kinds(outcomes) == [kind if rank == MISTAKEN else "RejectedInputError" for rank in range(4)], outcomes
-    assert all(phrase in outcomes[MISTAKEN].text for phrase in phrases), outcomes[MISTAKEN].text
+def check_rejection(outcomes, name):
+    expected = [MISTAKES[name].kind if rank == MISTAKEN else "RejectedInputError" for rank in range(4)]
+    assert kinds(outcomes) == expected, (name, outcomes)
+    assert all(phrase in outcomes[MISTAKEN].text for phrase in MISTAKES[name].phrases), (name, outcomes[MISTAKEN].text)
     for rank in set(range(4)) - {MISTAKEN}:
         assert f"rank {MISTAKEN} rejected its input: {outcomes[MISTAKEN].text}" in outcomes[rank].text
 
 
 @pytest.mark.cpu_only
 def test_too_few_static_rows(world):
-    outcomes = make(world, "too_few_static_rows")
+    (outcomes,) = make(world, ["too_few_static_rows"]).values()
     assert kinds(outcomes) == ["RowOverflowError" if rank == MISTAKEN else "" for rank in range(4)], outcomes
     assert "StaticRows(1)" in outcomes[MISTAKEN].text
 
@@ -121,32 +125,31 @@ def test_two_communicators_in_different_orders(world):
     assert any(" is in dispatch #1 of another communicator, and has been outside any" in text for text in texts), texts
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world, name):
-    check_mismatch(make(world, name), name)
+def test_calls_that_do_not_match_raise_the_same_error_on_all_ranks(world):
+    for name, outcomes in make(world, MISMATCHES).items():
+        check_mismatch(outcomes, name)
 
 
 def check_mismatch(outcomes, name):
-    assert kinds(outcomes) == ["MismatchError"] * 4, outcomes
-    assert len({outcome.text for outcome in outcomes}) == 1
+    assert kinds(outcomes) == ["MismatchError"] * 4, (name, outcomes)
+    assert len({outcome.text for outcome in outcomes}) == 1, (name, outcomes)
     assert all(phrase in outcomes[0].text for phrase in MISTAKES[name].phrases), outcomes[0].text
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
 def test_the_same_within_one_node_and_between_nodes_of_one_rank(world, ranks_per_node):
     setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
-    rejected = make(world, "id_too_large", setup)
+    rejected, mismatched = make(world, ["id_too_large", "combine_while_others_dispatch"], setup).values()
     assert kinds(rejected) == ["RejectedInputError", "RejectedInputError", "ValueError", "RejectedInputError"]
-    assert kinds(make(world, "combine_while_others_dispatch", setup)) == ["MismatchError"] * 4
+    assert kinds(mismatched) == ["MismatchError"] * 4
 
 
 @pytest.mark.cpu_only
 def test_rows_and_sums_that_were_sent_with_records_are_taken_off_the_network_if_ranks_disagree(world):
     setup = dataclasses.replace(SETUP, settings=Settings(timeout_s=TIMEOUT_S))  # whose slices hold all rows
-    for name in ("id_too_large", "y_of_three_dimensions"):  # of a dispatch and of a combine
-        check_rejection(make(world, name, setup), MISTAKES[name].kind, MISTAKES[name].phrases)
-    for name in MISMATCHES:
-        check_mismatch(make(world, name, setup), name)
+    # Of a dispatch and of a combine.
+    for name, outcomes in make(world, ["id_too_large", "y_of_three_dimensions", *MISMATCHES], setup).items():
+        (check_mismatch if name in MISMATCHES else check_rejection)(outcomes, name)
 
 
 def test_a_closed_communicator_says_so(world):
@@ -196,15 +199,16 @@ DIFFERENCES = [
 ]
 
 
-# No values in the names: the address of a function differs between the processes of pytest-xdist.
-@pytest.mark.parametrize(
-    ("changes", "kind", "phrase"), DIFFERENCES, ids=["-".join(changes) for changes, *_ in DIFFERENCES]
-)
-def test_communicators_with_different_arguments(world, changes, kind, phrase):
-    outcomes = world.run(jobs.make_differently, 4, SETUP, MISTAKEN, changes)
-    others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"
-    assert kinds(outcomes) == [kind if rank == MISTAKEN else others for rank in range(4)], outcomes
-    assert all(phrase in outcome.text for outcome in outcomes), outcomes
+def make_differently(world, mistaken, changes, setup=SETUP):
+    return zip(*world.run(jobs.make_differently, 4, setup, mistaken, changes), strict=True)
+
+
+def test_communicators_with_different_arguments(world):
+    of_changes = make_differently(world, MISTAKEN, [changes for changes, *_ in DIFFERENCES])
+    for (changes, kind, phrase), outcomes in zip(DIFFERENCES, of_changes, strict=True):
+        others = "MismatchError" if kind == "MismatchError" else "RejectedInputError"
+        assert kinds(outcomes) == [kind if rank == MISTAKEN else others for rank in range(4)], (changes, outcomes)
+        assert all(phrase in outcome.text for outcome in outcomes), (changes, outcomes)
 
 
 def test_another_version_of_fusco(world):
@@ -213,27 +217,24 @@ def test_another_version_of_fusco(world):
     assert all(f"fusco is {__version__} on rank 0, 0.1.9 on rank 1" in each.text for each in outcomes), outcomes
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "phrase"),
-    [
-        ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
-        ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
-        ({"num_experts": 6}, "ValueError", "6 experts"),
-        ({"max_bytes_per_token": 10**18}, "SharedMemoryError", "lower max_tokens_per_rank"),
-        ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
-    ],
-    ids=str,
-)
-def test_invalid_arguments_of_all_ranks_raise_on_all_ranks(world, changes, kind, phrase):
-    outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
-    assert kinds(outcomes) == [kind] * 4, outcomes
-    assert all(phrase in outcome.text for outcome in outcomes), outcomes
+OF_ALL = [
+    ({"ranks_per_node": 3}, "ValueError", "ranks_per_node=3 does not divide a group of 4 ranks"),
+    ({"ranks_per_node": 0}, "ValueError", "ranks_per_node must be positive, got 0"),
+    ({"num_experts": 6}, "ValueError", "6 experts"),
+    ({"max_bytes_per_token": 10**18}, "SharedMemoryError", "lower max_tokens_per_rank"),
+    ({"max_tokens_per_rank": 1 << 40}, "SharedMemoryError", "lower max_tokens_per_rank"),
+]
+
+
+def test_invalid_arguments_of_all_ranks_raise_on_all_ranks(world):
+    of_changes = make_differently(world, -1, [changes for changes, *_ in OF_ALL])
+    for (changes, kind, phrase), outcomes in zip(OF_ALL, of_changes, strict=True):
+        assert kinds(outcomes) == [kind] * 4, (changes, outcomes)
+        assert all(phrase in outcome.text for outcome in outcomes), (changes, outcomes)
 
 
 def test_a_placement_may_be_any_sequence(world):
-    changes = {"expert_placement": range(4), "num_experts": 4}
-    outcomes = world.run(jobs.make_differently, 4, SETUP, -1, changes)
-    assert kinds(outcomes) == [""] * 4, outcomes
     setup = dataclasses.replace(SETUP, expert_placement=(0, 1, 2, 3, 3, 2, 1, 0))
-    outcomes = world.run(jobs.make_differently, 4, setup, MISTAKEN, {"expert_placement": [0, 1, 2, 3, 3, 2, 1, 0]})
-    assert kinds(outcomes) == [""] * 4, outcomes
+    (of_range,) = make_differently(world, -1, [{"expert_placement": range(4), "num_experts": 4}])
+    (of_list,) = make_differently(world, MISTAKEN, [{"expert_placement": list(setup.expert_placement)}], setup)
+    assert kinds([*of_range, *of_list]) == [""] * 8

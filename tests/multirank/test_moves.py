@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multirank
 
 # Slots of 64 bytes, two of each ring: most experts take many slices.
 SETUP = Setup(ranks_per_node=2, settings=Settings(timeout_s=60.0, slice_bytes=1, ring_depth=2))
-WORLDS = [(4, 2), (8, 2), (6, 2), (4, 4), (4, 1), (1, 1), (2, 1), (8, 4)]
+WORLDS = [(4, 2), (6, 2), (4, 4), (4, 1), (1, 1), (8, 4)]
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), WORLDS)
@@ -31,7 +31,7 @@ def test_owners_may_be_other_ranks(world, num_ranks, num_trainers, is_apart):
     world.run(jobs.refit, num_ranks, SETUP, num_trainers, is_apart)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 4), (6, 2), (4, 1)])
 def test_an_expert_crosses_to_a_node_once(world, num_ranks, ranks_per_node):
     world.run(jobs.check_network_bytes, num_ranks, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 
@@ -42,7 +42,7 @@ def test_one_rank_holds_all_back(world, num_ranks, ranks_per_node):
     assert set(held) == {(0, 1)}
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 4), (2, 1), (1, 1)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 4), (2, 1), (1, 1)])
 def test_copies_of_a_batch_and_their_gradients(world, num_ranks, ranks_per_node):
     setup = dataclasses.replace(SETUP, ranks_per_node=ranks_per_node)
     for seed in range(2):
@@ -85,40 +85,42 @@ def test_ranks_balance_a_dispatch_together(world):
 MISTAKEN = 2
 
 
-@pytest.mark.parametrize(
-    ("mistake", "text"),
-    [
-        (jobs.other_old, r"old is 4 x 2 places \(\w+\) on ranks 0, 1, 3, 4 x 2 places \(\w+\) on rank 2"),
-        (jobs.other_new, r"new is 4 x 2 places \(\w+\) on ranks 0, 1, 3"),
-        (jobs.other_dtype, r"experts is float32\[3, 4\] on ranks 0, 1, 3, float64\[3, 4\] on rank 2"),
-        (jobs.other_shape, r"float32\[2, 4\] on rank 2"),
-        # Two nodes send an expert of 48 bytes each way; within one node a rank sends or receives two.
-        (jobs.other_steps, "step_bytes is (48|96) on ranks 0, 1, 3, 1048576 on rank 2"),
-        (jobs.other_verb, "different collectives: move_experts on ranks 0, 1, 3, shuffle on rank 2"),
-    ],
-)
-def test_ranks_that_differ(world, mistake, text):
-    for outcome in world.run(jobs.make_mistake, 4, SETUP, MISTAKEN, mistake):
-        assert outcome.kind == "MismatchError"
-        assert re.search(text, outcome.text), outcome.text
+# The error of all ranks.
+DIFFERENCES = [
+    (jobs.other_old, r"old is 4 x 2 places \(\w+\) on ranks 0, 1, 3, 4 x 2 places \(\w+\) on rank 2"),
+    (jobs.other_new, r"new is 4 x 2 places \(\w+\) on ranks 0, 1, 3"),
+    (jobs.other_dtype, r"experts is float32\[3, 4\] on ranks 0, 1, 3, float64\[3, 4\] on rank 2"),
+    (jobs.other_shape, r"float32\[2, 4\] on rank 2"),
+    # Two nodes send an expert of 48 bytes each way; within one node a rank sends or receives two.
+    (jobs.other_steps, "step_bytes is (48|96) on ranks 0, 1, 3, 1048576 on rank 2"),
+    (jobs.other_verb, "different collectives: move_experts on ranks 0, 1, 3, shuffle on rank 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("mistake", "kind", "text"),
-    [
-        (jobs.too_few_places, "ValueError", "weights[0] has shape (1, 3, 4), but this rank has 2 places"),
-        (jobs.lost_expert, "ValueError", "new has expert(s) [9], which are on no rank in old"),
-        (jobs.too_few_ranks, "ValueError", "old has 3 ranks, new has 3, the topology has 4"),
-        (jobs.flat_placement, "TypeError", "old must have an integer for each place of each rank, got array([ 0, -1"),
-        (jobs.one_tensor, "TypeError", "weights must be a sequence of tensors, got Tensor"),
-        (jobs.on_another_device, "ValueError", "weights[0] is on meta, the communicator on "),
-        (jobs.transposed, "ValueError", "contiguous rows that do not overlap, got strides (12, 1, 3)"),
-        (jobs.without_weights, "ValueError", "rank 2 has experts [2, -1] in old, but no weights"),
-        (jobs.other_targets, "ValueError", "weights are float32[3, 4] for each expert, targets float16[3, 4]"),
-    ],
-)
-def test_mistakes_of_one_rank(world, mistake, kind, text):
-    outcomes = world.run(jobs.make_mistake, 4, SETUP, MISTAKEN, mistake)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.kind == (kind if rank == MISTAKEN else "RejectedInputError"), outcome
-        assert text in outcome.text
+def test_ranks_that_differ(world):
+    of_ranks = world.run(jobs.make_mistakes, 4, SETUP, MISTAKEN, [mistake for mistake, _ in DIFFERENCES])
+    for (_, text), *outcomes in zip(DIFFERENCES, *of_ranks, strict=True):
+        for outcome in outcomes:
+            assert outcome.kind == "MismatchError"
+            assert re.search(text, outcome.text), outcome.text
+
+
+MISTAKES = [
+    (jobs.too_few_places, "ValueError", "weights[0] has shape (1, 3, 4), but this rank has 2 places"),
+    (jobs.lost_expert, "ValueError", "new has expert(s) [9], which are on no rank in old"),
+    (jobs.too_few_ranks, "ValueError", "old has 3 ranks, new has 3, the topology has 4"),
+    (jobs.flat_placement, "TypeError", "old must have an integer for each place of each rank, got array([ 0, -1"),
+    (jobs.one_tensor, "TypeError", "weights must be a sequence of tensors, got Tensor"),
+    (jobs.on_another_device, "ValueError", "weights[0] is on meta, the communicator on "),
+    (jobs.transposed, "ValueError", "contiguous rows that do not overlap, got strides (12, 1, 3)"),
+    (jobs.without_weights, "ValueError", "rank 2 has experts [2, -1] in old, but no weights"),
+    (jobs.other_targets, "ValueError", "weights are float32[3, 4] for each expert, targets float16[3, 4]"),
+]
+
+
+def test_mistakes_of_one_rank(world):
+    of_ranks = world.run(jobs.make_mistakes, 4, SETUP, MISTAKEN, [mistake for mistake, *_ in MISTAKES])
+    for (_, kind, text), *outcomes in zip(MISTAKES, *of_ranks, strict=True):
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.kind == (kind if rank == MISTAKEN else "RejectedInputError"), outcome
+            assert text in outcome.text
