@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("has_image", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("has_image", [(True, False), (False, False)])
 @pytest.mark.parametrize(
     ("kind", "parts"), [(jobs.Captioner, ("vision", ".more.")), (jobs.Qwen3VL, ("visual.blocks.", "deepstack"))]
 )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.multirank
 SETUP = Setup(ranks_per_node=2, num_experts=12, num_topk=4, settings=Settings(timeout_s=60.0, slice_bytes=1))
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_a_handle_is_valid_for_any_number_of_calls(world, ranks_per_node):
     world.run(jobs.check_reuse, 4, dataclasses.replace(SETUP, ranks_per_node=ranks_per_node))
 

@@ -9,9 +9,8 @@ import pytest
 pytestmark = [pytest.mark.multirank, pytest.mark.cpu_only]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_low_latency_rows_are_masked_and_take_weights_when_they_come_back(world, num_ranks):
-    world.run(low_latency_jobs.check_low_latency, num_ranks)
+def test_low_latency_rows_are_masked_and_take_weights_when_they_come_back(world):
+    world.run(low_latency_jobs.check_low_latency, 4)
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
@@ -69,11 +68,9 @@ def test_waits_are_counted_for_the_rank_that_is_late(world, enable_shrink):
             assert max(in_dispatch[0], in_combine[0]) < 0.2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rows_of_the_second_version_are_by_source_rank_unless_expanded(world, num_ranks):
-    world.run(ep_buffer_jobs.check_rows_by_source, num_ranks)
+def test_rows_of_the_second_version_are_by_source_rank_unless_expanded(world):
+    world.run(ep_buffer_jobs.check_rows_by_source, 4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_copies_of_experts_get_weights_and_return_gradients(world, num_ranks):
-    world.run(ep_buffer_jobs.check_expert_copies, num_ranks)
+def test_copies_of_experts_get_weights_and_return_gradients(world):
+    world.run(ep_buffer_jobs.check_expert_copies, 4)
