@@ -295,13 +295,14 @@ def words(text):
     return set(re.sub("[\u2500-\u257f]", " ", text).split())
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize("name", TABLES)
-def test_numbers_are_whole_and_nothing_is_left_out(name, width):
-    text = shown(TABLES[name], width)
-    in_tables = [line for line in text.splitlines() if re.search("[\u2500-\u257f]", line)]
-    assert max(map(len, in_tables)) <= width
-    assert words(text) == words(shown(TABLES[name], 2000))
+def test_numbers_are_whole_and_nothing_is_left_out(name):
+    whole = words(shown(TABLES[name], 2000))
+    for width in (80, 140):
+        text = shown(TABLES[name], width)
+        in_tables = [line for line in text.splitlines() if re.search("[\u2500-\u257f]", line)]
+        assert max(map(len, in_tables)) <= width
+        assert words(text) == whole
 
 
 def test_every_table_is_tested(monkeypatch):

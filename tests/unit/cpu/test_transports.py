@@ -52,7 +52,7 @@ def finish(transport, tickets):
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("num_elements", [1, 1000, 5_000_000])  # the last one more than any socket holds
+@pytest.mark.parametrize("num_elements", [1, 1000, 2_000_000])  # the last one more than any socket holds
 def test_messages_of_all_peers_arrive_in_order(transport_of, num_elements):
     def talk(store_gather):
         transport, rank = transport_of(store_gather), store_gather.rank
@@ -87,7 +87,7 @@ def test_ranks_of_a_host_are_workers_of_it_though_they_are_nodes_of_their_own():
 def test_a_message_waits_until_its_receive_is_posted(transport_of):
     def talk(store_gather):
         transport, peer = transport_of(store_gather), 1 - store_gather.rank
-        message = torch.arange(4_000_000) + store_gather.rank
+        message = torch.arange(2_000_000) + store_gather.rank
         sending = transport.send(message, peer)
         for _ in range(100):
             transport.poll()
@@ -97,7 +97,7 @@ def test_a_message_waits_until_its_receive_is_posted(transport_of):
         finish(transport, [sending, receiving])
         has_moved_more = all(transport.poll() for _ in range(100))
         transport.close()
-        return was_done, has_moved_more, bool((memory == torch.arange(4_000_000) + peer).all())
+        return was_done, has_moved_more, bool((memory == torch.arange(2_000_000) + peer).all())
 
     assert on_ranks(2, talk) == dict.fromkeys(range(2), (False, False, True))
 
@@ -163,9 +163,9 @@ def test_a_peer_that_refuses_all_rails_is_named_at_once_with_the_cause_for_each(
 
     monkeypatch.setattr(Endpoint, "listen", lambda endpoint: dataclasses.replace(listen(endpoint), secret=bytes(32)))
     (dialled, took_s), (accepting, waited_s) = (
-        found for _, found in sorted(on_ranks(2, connect, timeout_s=6.0).items(), reverse=True)
+        found for _, found in sorted(on_ranks(2, connect, timeout_s=4.0).items(), reverse=True)
     )
-    assert took_s < 4.0 < 6.0 <= waited_s + 0.1, "here nothing tells rank 0, which waits for its limit"
+    assert took_s < 3.0 < 4.0 <= waited_s + 0.1, "here nothing tells rank 0, which waits for its limit"
     assert dialled.peers == (0,)
     assert accepting.peers == (1,)
     for i in range(3):

@@ -170,14 +170,6 @@ def test_a_board_that_stays_locked(tmp_path):
     board.close()
 
 
-def test_a_board_whose_maker_was_killed_is_completed(tmp_path):
-    (tmp_path / "b").write_bytes(bytes(4096))
-    with started(tmp_path):
-        board = Board(tmp_path / "b")
-        assert [each.worker for each in board.workers()] == [1]
-        board.close()
-
-
 def test_a_board_whose_path_is_long(tmp_path):
     folder = tmp_path / ("long" * 50) / ("path" * 50)
     folder.mkdir(parents=True)

@@ -16,19 +16,16 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from plugin_rig import LIMITS, RAILS, SOME, address_of, message, pairs, python_sender, settle, started
-from rails_ends import cut
 from wire_by_hand import (
     ACK,
     BYE,
     DATA,
     GRANT,
-    HELLO_BYTES,
     RAIL_DOWN,
     RECORD_BYTES,
     TOO_LARGE,
     Record,
     connected_by_hand,
-    introduction,
     pack,
     unpack,
 )
@@ -202,25 +199,6 @@ def test_a_python_endpoint_sends_to_the_plugin(tmp_path):
             assert buffer[:-1] == message(i, size).tobytes()
 
 
-def test_rails_fail_under_load_and_come_back(tmp_path):
-    rng, data = np.random.default_rng(3), message(0, 2_000_000)
-
-    with started(tmp_path) as plugin, python_sender(tmp_path, plugin) as (channel, receiver):
-        for repetition in range(10):
-            buffers = [bytearray(len(data)) for _ in range(4)]
-            receives = [receiver.irecv(each) for each in buffers]
-            sends = [channel.isend(data) for _ in buffers]
-            for rail in rng.integers(3, size=2):
-                time.sleep(0.002)
-                cut(channel, int(rail))
-            settle([*receives, *sends], receiver)
-            assert all(buffer == data.tobytes() for buffer in buffers), repetition
-        end = time.monotonic() + 5.0
-        while channel.rails != (0, 1, 2):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-
 class Gate(list):
     """A log of the plugin that holds the thread which says something until it is opened."""
 
@@ -329,30 +307,3 @@ def test_records_that_are_forged_cost_their_connection_only(tmp_path):
             requests = [sender.isend(message(i, 100_000)), receiver.irecv(buffer := bytearray(100_000))]
             settle(requests, sender, receiver)
             assert buffer == message(i, 100_000).tobytes()
-
-
-def test_foreign_connections_are_refused(tmp_path):
-    rng = np.random.default_rng(2)
-    with started(tmp_path) as plugin, pairs(plugin) as [(sender, receiver)]:
-        handle, listen = plugin.listen()
-        address = address_of(handle)
-        silent = [socket.create_connection(address.rails[0]) for _ in range(20)]
-        for i in range(30):
-            with socket.create_connection(address.rails[i % 3]) as foreign:
-                foreign.settimeout(5.0)
-                hello = foreign.recv(HELLO_BYTES, socket.MSG_WAITALL)
-                known = introduction(hello, rng.bytes(32), rng.bytes(16), i % 3)  # but of another secret
-                answer = known if i % 2 else rng.bytes(int(rng.integers(1, 300)))
-                with suppress(OSError):  # it may be closed before all of that is sent
-                    foreign.sendall(answer)
-                    foreign.shutdown(socket.SHUT_WR)
-                    assert foreign.recv(1) == b""  # nothing but the greeting is ever answered
-        comm = ctypes.c_void_p()
-        plugin.call(plugin.table.accept, listen, ctypes.byref(comm), None)
-        assert comm.value is None
-        plugin.call(plugin.table.closeListen, listen)
-        requests = [sender.isend(message(1, 300_000)), receiver.irecv(buffer := bytearray(300_000))]
-        settle(requests, sender, receiver)
-        assert buffer == message(1, 300_000).tobytes()
-        for each in silent:
-            each.close()

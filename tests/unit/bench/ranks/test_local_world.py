@@ -105,17 +105,6 @@ def rank_of(group: dist.ProcessGroup) -> int:
     return dist.get_rank(group)
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_an_interrupt_is_for_the_parent_alone(start_method):
-    with LocalWorld(2, start_method=start_method) as world:
-        if start_method == "forkserver":  # a moment after it is forked
-            world.run(rank_of, 2)
-        for process in world.processes:
-            os.kill(process.pid, signal.SIGINT)
-        assert world.run(rank_of, 2) == [0, 1]
-
-
 def die(group: dist.ProcessGroup) -> None:
     os._exit(3)
 
@@ -137,8 +126,12 @@ def crash(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_rank_that_a_signal_ends_says_where(start_method):
+def test_an_interrupt_is_for_the_parent_alone_and_a_rank_that_a_signal_ends_says_where(start_method):
     with LocalWorld(1, start_method=start_method) as world:
+        if start_method == "forkserver":  # a moment after it is forked
+            world.run(rank_of, 1)
+        os.kill(world.processes[0].pid, signal.SIGINT)
+        assert world.run(rank_of, 1) == [0]
         with pytest.raises(RankFailedError) as raised:
             world.run(crash, 1)
         assert num_stacks() == 1

@@ -122,19 +122,6 @@ def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatc
         assert len(first.sends) == len(first.receives) == 3 * 2  # to each other node its rows, and routing
 
 
-def test_where_forwarded_rows_begin_is_computed_once_however_many_slices(monkeypatch):
-    asked, offset = [], DeviceLayout.pool_offset
-    monkeypatch.setattr(DeviceLayout, "pool_offset", lambda *args: asked.append(args) or offset(*args))
-    scene = Scene(num_nodes=2, ranks_per_node=2, seed=3, slice_bytes=16, payloads=PAYLOADS[2])
-    (outcome, *_) = Play(scene).run(order=0)
-    assert outcome.plan.traffic.num_slices(scene.layout.rows_per_slice(scene.row_bytes)) > 1
-    assert outcome.plan.traffic.num_forwarded is outcome.plan.traffic.num_forwarded
-    num_ranks, num_calls, num_payloads = 4, 2, 3
-    assert (
-        len(asked) == num_ranks * num_calls * num_payloads * 2
-    )  # to receive what the rank forwards, and to scatter it
-
-
 class Profiled(Play):
     """A dispatch and another of the same routing: what each took by its profile, and by the clock."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from typing import Any
 
@@ -11,86 +10,12 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from comparison import assert_same_bits
 from fusco import BALANCERS, ExpertPlacement, Groups, Lanes, Topology, Traffic
 from fusco.cuda.between_nodes.plan import InternodePlan
-from fusco.cuda.kernels.held_rows import HeldRows, longest_of
-from fusco.cuda.kernels.plan import PlanShape, PlanTensors, _joined
+from fusco.cuda.kernels.plan import PlanShape, PlanTensors
 from fusco.cuda.kernels.plan_forwarding import ForwardingTensors
-from fusco.cuda.within_node.device_plan import _concatenated
-from fusco.planner.dispatch_plan import select_tokens
 from fusco.planner.internode import InternodeTraffic, Piece
-from fusco.planner.routing import Routing
-from generator import KINDS, Case, number_of
-from reference import plan_forwarding as twin
-from reference.plan_forwarding import DeviceForwarding
 from scattered_lanes import ScatteredLanes
-
-CPU = torch.device("cpu")
-TOPOLOGIES = (Topology((0,)), Topology((0, 0, 1, 1)), Topology((0, 1, 0, 1)), Topology((0, 1, 2)), Topology((0, 1) * 4))
-
-
-def placement_of(case: Case) -> ExpertPlacement:
-    owners = [number_of(0, case.world_size - 1, case.seed, "owner", e) for e in range(case.num_experts)]
-    return ExpertPlacement.explicit(owners, case.world_size)
-
-
-def forwarding_of(
-    ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int
-) -> tuple[DeviceForwarding, torch.Tensor]:
-    table = placement.membership_table(topology.rank_to_node, CPU)
-    made = twin.plan_forwarding(Routing(ids), table, topology.num_nodes, node)
-    return made.plan, made.summary
-
-
-def check_forwarding(ids: torch.Tensor, placement: ExpertPlacement, topology: Topology, node: int) -> None:
-    forwarding, summary = forwarding_of(ids, placement, topology, node)
-    planned = select_tokens(ids, placement, topology).node_to_tokens
-    expected = [tokens[:0] if n == node else tokens for n, tokens in enumerate(planned)]
-    assert forwarding.node_to_tokens.dtype == forwarding.token_to_place.dtype == torch.int32
-    assert summary.dtype == torch.int64
-    assert summary.tolist() == [*map(len, expected), ids.numel(), 0]
-    assert forwarding.token_to_place.shape == (topology.num_nodes, len(ids))
-    for n, tokens in enumerate(expected):
-        assert forwarding.node_to_tokens[n, : len(tokens)].tolist() == tokens.tolist()
-        places = torch.full((len(ids),), -1)
-        places[tokens] = torch.arange(len(tokens))
-        assert forwarding.token_to_place[n].tolist() == places.tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_forwarding_is_the_planners(kind, dtype):
-    for seed, topology in enumerate(TOPOLOGIES):
-        num_ranks = topology.world_size
-        case = Case(kind=kind, seed=seed, world_size=num_ranks, num_experts=24, num_topk=1 + seed, max_tokens=17)
-        for rank, node in enumerate(topology.rank_to_node):
-            ids = case.topk_idx(rank).to(dtype)
-            check_forwarding(ids, placement_of(case), topology, node)
-            check_forwarding(ids.T.contiguous().T, placement_of(case), topology, node)
-
-
-@pytest.mark.parametrize("bad_id", [4, -2, 1 << 30, -(1 << 31)])
-def test_the_first_invalid_id_is_reported_and_counts_as_none(bad_id):
-    placement, topology = ExpertPlacement.contiguous(4, 2), Topology((0, 1))
-    ids = torch.tensor([[3, 0], [-1, bad_id], [7, 2]])
-    for dtype in (torch.int32, torch.int64):
-        forwarding, summary = forwarding_of(ids.to(dtype), placement, topology, node=0)
-        assert summary.tolist() == [0, 2, 3, bad_id]
-        assert forwarding.node_to_tokens[1, :2].tolist() == [0, 2]
-        assert forwarding.token_to_place.tolist() == [[-1, -1, -1], [0, -1, 1]]
-
-
-def test_an_id_beyond_32_bits_is_told_as_it_is():
-    ids = torch.tensor([[0], [1 << 40]])
-    _, summary = forwarding_of(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
-    assert summary.tolist() == [1, 0, 1, 1 << 40]
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0)])
-def test_no_tokens_or_no_slots_cross_nowhere(shape):
-    ids = torch.empty(shape, dtype=torch.int64)
-    check_forwarding(ids, ExpertPlacement.contiguous(4, 2), Topology((0, 1)), node=1)
 
 
 def three_nodes() -> InternodeTraffic:
@@ -235,53 +160,6 @@ def plan_of(
     )
 
 
-def tensors_of(held: HeldRows, num_rows: int, num_topk: int) -> list[torch.Tensor]:
-    """Slots, weights and marks at the addresses that kernels get; of rows that this rank does not hold no marks."""
-    num_marks = len(held.tensors[-1]) if held.tensors else num_rows
-    sizes = [(torch.int32, num_rows * num_topk), (torch.float32, num_rows * num_topk), (torch.int32, num_marks)]
-    memories = [
-        (ctypes.c_uint8 * (4 * size)).from_address(at) for at, (_, size) in zip(held.addresses, sizes, strict=True)
-    ]
-    slots, weights, marks = (
-        torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
-        for memory, (dtype, _) in zip(memories, sizes, strict=True)
-    )
-    return [slots.view(-1, num_topk), weights.view(-1, num_topk), marks]
-
-
-def check_rows(plan: InternodePlan, held, local_to_rows) -> None:
-    """``local_to_rows`` lists (source, row among the source's) of what each rank of the node holds, in order."""
-    rows = [plan.first_row[src] + row for of_rank in local_to_rows for src, row in of_rank]
-    assert held.first_row == (0, *itertools.accumulate(map(len, local_to_rows)))
-    assert longest_of(held.first_row) == max(map(len, local_to_rows))
-    slots, weights, marks = tensors_of(held, len(rows), plan.num_topk)
-    assert_same_bits(slots, plan.tables.row_to_slots[rows], "slots")
-    assert_same_bits(weights, plan.weights[rows], "weights")
-    own = local_to_rows[plan.traffic.lanes.topology.rank_to_local[plan.rank]]
-    before = {src: sum(map(plan.num_rows_of, plan.held[:i])) for i, src in enumerate(plan.held)}
-    assert marks[: len(own)].tolist() == [1000 + before[src] + row for src, row in own]
-
-
-@given(traffics(), st.integers(1, 12), st.integers(1, 3), st.data())
-def test_rows_of_a_plan_stand_as_in_the_pools(world, rows_per_slice, num_topk, data):
-    traffic = data.draw(st.sampled_from(world))
-    topology, node = traffic.lanes.topology, traffic.node
-    num_tokens = [data.draw(st.integers(max(counts), max(counts) + 2)) for counts in traffic.num_rows]
-    plan = plan_of(traffic, num_tokens, num_topk)
-    assert plan.num_tokens == num_tokens[traffic.rank]
-    own = [[(rank, token) for token in range(num_tokens[rank])] for rank in topology.node_to_ranks[node]]
-    check_rows(plan, plan.own_rows, own)
-
-    slices = plan.slices(rows_per_slice)
-    assert plan.slices(rows_per_slice) is slices
-    assert len(slices) == traffic.num_slices(rows_per_slice)
-    for number, held in enumerate(slices):
-        received = [traffic.receives(rank, number, rows_per_slice) for rank in traffic.node_ranks]
-        check_rows(
-            plan, held, [[(piece.src, row) for piece in of for row in range(piece.first, piece.end)] for of in received]
-        )
-
-
 class Operations(TorchDispatchMode):
     """What PyTorch is asked to do."""
 
@@ -319,13 +197,6 @@ def test_own_rows_are_copied_together_where_they_stand_apart(num_nodes):
         own = square_world(num_nodes, are_nodes_interleaved=True).own_rows
     assert asked.names.count("cat") == 3  # slots, weights, marks
     assert len(own.tensors[0]) == 5 * num_nodes
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_pieces_that_touch_are_joined_even_across_empty_ones(first):
-    runs = _joined([(0, first, 4), (1, 3, 3), (9, 0, 0), (2, 2, 5), (8, 0, 0), (0, 7, 9), (10, 0, 2)])
-    assert runs == [(first, 9), (10, 12)]
-    assert _concatenated(torch.arange(12), runs).tolist() == [*range(first, 9), 10, 11]
 
 
 def test_a_plan_without_weights_has_none_in_its_slices():

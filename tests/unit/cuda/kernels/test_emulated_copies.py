@@ -31,7 +31,7 @@ def alone(folder, program) -> Any:
     return Emulated(folder, order=2).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
 
 
-@pytest.mark.parametrize("num_segments", [2, 40])
+@pytest.mark.parametrize("num_segments", [1, 2, 40])  # of one, a plain copy
 def test_scattered_segments_are_copied(num_segments, folder):
     random = random_of("segments", num_segments)
     sizes = torch.randint(0, 70_000 // num_segments, (num_segments,), generator=random)

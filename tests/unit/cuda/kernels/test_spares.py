@@ -4,14 +4,9 @@ from unittest import mock
 
 import torch
 
-from fusco import Capacity, Groups, Lanes, Settings, Topology
-from fusco.cuda.between_nodes.message_rows import RoutingMessages, first_messages
 from fusco.cuda.kernels.plan import PlanMemory, PlanShape
 from fusco.cuda.kernels.plan_forwarding import ForwardingMemory
 from fusco.cuda.kernels.spares import MAX_SPARE_BYTES, SpareLimit
-from fusco.cuda.memory.layout import DeviceLayout
-from fusco.planner.internode import InternodeTraffic
-from fusco.planner.routing import Routing
 
 CPU = torch.device("cpu")
 
@@ -66,24 +61,3 @@ def test_refilling_allocates_only_several_plans_and_only_if_none_is_left():
     for memory in (small, large):
         memory.refill()
     assert (len(small._spare), large._spare) == (num_spare + 1, [])
-
-
-def test_all_repeated_calls_have_their_routing_in_the_same_memory():
-    topology, capacity = Topology((0, 1, 2)), Capacity(max_tokens_per_rank=50, max_bytes_per_token=8, num_topk=6)
-    layout = DeviceLayout(topology, capacity, Settings())
-    kept = torch.zeros(2, layout.repeated_routing_bytes // 2, dtype=torch.uint8)
-    for num_tokens, dtype in ((50, torch.float64), (7, torch.float32), (0, None)):
-        num_rows = tuple(tuple(num_tokens * (rank != node) for node in range(3)) for rank in range(3))
-        traffic = InternodeTraffic(0, Lanes.of_groups(Groups.of_same_local_rank(topology), num_rows), num_rows)
-        weights = None if dtype is None else torch.zeros(num_tokens, 6, dtype=dtype)
-        width = max(16, num_tokens * 6 * (4 + (0 if dtype is None else dtype.itemsize)))
-        sent = first_messages(kept[0], 2, -(-width // 16) * 16)
-        routing = Routing(torch.zeros(num_tokens, 6, dtype=torch.int64), weights)
-        messages = RoutingMessages(routing, sent, traffic, kept[1])
-        assert [memory.data_ptr() for memory in messages.memory] == [half.data_ptr() for half in kept]
-        for half, of_half in ((0, messages.sends), (1, messages.receives)):
-            assert len(of_half) == 2 * bool(num_tokens)
-            begin, end = kept[half].data_ptr(), kept[half].data_ptr() + kept.shape[1]
-            places = [(message.address, message.address + message.num_bytes) for message in of_half]
-            assert all(begin <= first and last <= end for first, last in places)
-            assert not places or places[0][1] <= places[1][0]

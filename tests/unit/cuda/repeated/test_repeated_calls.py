@@ -25,8 +25,6 @@ from repeated_rig import (
 
 from fusco import RejectedInputError
 from fusco.core.rows import allocator_of
-from fusco.cuda.kernels.plan import PlanMemory
-from fusco.cuda.kernels.program import Program
 
 
 @pytest.mark.parametrize(
@@ -82,17 +80,6 @@ def test_gradients_flow_through_repeated_calls(repeats, repeats_along_plans):
     # weights and of rows, from step 6 on with those of their weights.
     assert repeats() == (2 * 4, 2 * (9 + 9 + 4 + 3))
     assert repeats_along_plans() == 2 * 9
-
-
-def test_other_numbers_of_tokens_are_no_repetition(repeats):
-    def program(comm, other, _library):
-        for step, of_rank_1 in enumerate((8, 8, 8, 8, 5, 8, 0, 0, 0, 0)):
-            num_tokens = of_rank_1 if comm.rank == 1 else MAX_TOKENS
-            assert same(*(pair(each, step, num_tokens=num_tokens) for each in (comm, other))), step
-
-    Node().run(program)
-    dispatches, _ = repeats()
-    assert 2 * 2 < dispatches < 2 * 7
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGY, NODES], ids=["a node", "two nodes"])
@@ -175,38 +162,6 @@ def test_results_of_a_subclass_are_of_it_in_every_call(repeats):
 
     Node().run(program)
     assert repeats() == (0, 0)
-
-
-def test_plans_are_allocated_while_the_host_waits(repeats):
-    order = []
-
-    def noted(name, function):
-        return mock.patch.object(Program, name, autospec=True, side_effect=lambda *args: note(name, function, args))
-
-    def note(name, function, args):
-        order.append((threading.get_ident(), name))
-        return function(*args)
-
-    def program(comm, _other, _library):
-        for step in range(40):
-            pair(comm, step)
-        return threading.get_ident()
-
-    allocate = PlanMemory._allocate
-    with (
-        noted("launch", Program.launch),
-        noted("wait", Program.wait),
-        mock.patch.object(
-            PlanMemory, "_allocate", autospec=True, side_effect=lambda *args: note("allocate", allocate, args)
-        ),
-    ):
-        threads = Node().run(program).values()
-    assert repeats()[0] == 2 * 38
-    for thread in threads:
-        of_thread = [name for ident, name in order if ident == thread]
-        places = [i for i, name in enumerate(of_thread) if name == "allocate"]
-        assert len(places) == 3  # for the first repeated dispatch, and behind its 16th and 32nd
-        assert all(of_thread[i - 1 : i + 2] == ["launch", "allocate", "wait"] for i in places[1:])
 
 
 def test_unused_rows_of_repeated_calls_are_filled_if_pytorch_is_deterministic():
