@@ -94,7 +94,6 @@ def test_nothing_lies_loose_at_the_top():
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [
-        ("import fusco", {"torch", "numpy", "numba"}),
         ("import fusco; dir(fusco); fusco.__version__", {"torch", "numpy", "numba"}),
         ("import fusco.rails, fusco.testbed", {"torch", "numba"}),
         ("import fusco.schedule", {"torch"}),

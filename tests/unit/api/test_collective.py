@@ -9,9 +9,9 @@ import pytest
 from fusco.api.collective import run_collective
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.access import Access
-from fusco.core.errors import MismatchError, SharedMemoryError
+from fusco.core.errors import SharedMemoryError
 from fusco.core.profile import Call, CallProfile
-from fusco.engine.base import LateRejection, Pending, Request
+from fusco.engine.base import Pending, Request
 
 
 @dataclass
@@ -65,13 +65,6 @@ def prepared(request: Valid, call: Call) -> Pending:
     return Pending((call.sequence_number,), lambda counts: (request, counts))
 
 
-def test_what_was_prepared_is_run_with_the_counts_of_all_ranks():
-    session = Session()
-    assert play(session) == (Valid(), [(7,), (8,)])
-    assert session.log == ["begin combine", CollectiveFingerprint("combine", {"num_topk": 8}), "end"]
-    assert session.profile.planning_s > 0
-
-
 @pytest.mark.parametrize(
     ("how", "error", "reason"),
     [
@@ -105,14 +98,6 @@ def test_an_earlier_error_comes_before_that_of_bad_input():
         play(Session(), validate=raising(ValueError("no rows")), engine=Engine(earlier))
 
 
-def test_a_late_rejection_is_raised_once_the_collective_is_complete():
-    session, error = Session(), ValueError("an id that is not an expert")
-    with pytest.raises(ValueError, match="an id that is not an expert") as caught:
-        play(session, prepare=lambda *_: Pending((), raising(LateRejection(error))))
-    assert caught.value is error
-    assert session.log[-1] == "end"
-
-
 @pytest.mark.parametrize("how", ["prepare", "run"])
 def test_any_other_error_ends_the_session(how):
     """It leaves the context of the collective, which notifies all other ranks."""
@@ -130,10 +115,3 @@ def test_an_interruption_right_after_the_beginning_ends_the_session(monkeypatch)
     with pytest.raises(KeyboardInterrupt) as caught:
         play(session)
     assert left == [("combine", caught.value)]
-
-
-def test_a_mismatch_is_raised_by_the_agreement_and_nothing_is_run():
-    session = Session()
-    session.agree = raising(MismatchError("ranks disagree"))
-    with pytest.raises(MismatchError, match="ranks disagree"):
-        play(session, prepare=lambda *_: Pending((), raising(AssertionError("run all the same"))))

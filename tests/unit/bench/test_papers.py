@@ -48,8 +48,8 @@ def test_every_row_has_a_residual():
 
 def test_residuals_are_where_they_were():
     """Those of FAST; ``fusco simulate --check papers`` has FUSCO's as well, which take longer."""
-    rows = list(check_papers(["fast.", "fuselink.", "h200x4.", "sockets."]))
-    assert len(rows) > 60
+    rows = list(check_papers(["fast.", "fuselink.", "h200x4.zipf.", "sockets."]))
+    assert len(rows) > 50
     assert [row.errors for row in rows if not row.is_right] == []
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from emulated_scenes import Emulated
-from simulated_nodes import Rank
+from simulated_nodes import Rank, request_of
 
-from fusco import Capacity, ExpertPlacement, Launch, Settings, StaticRows, Topology
+from fusco import Capacity, ExpertPlacement, Settings, StaticRows, Topology
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.within_node.device_plan import DevicePlan
 from fusco.engine.base import DispatchRequest
@@ -31,14 +31,11 @@ class Repeated:
         generator = torch.Generator().manual_seed(100 * number + rank)
         token = torch.arange(1, num_tokens + 1, dtype=torch.float64) + 1000 * number
         weights = token[:, None].expand(-1, NUM_TOPK).to(dtype).contiguous()
-        return DispatchRequest(
-            routing=Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
-            payloads=[token],
-            placement=self.placement,
-            balancer=lambda *_: None,
-            expert_alignment=1,
+        return request_of(
+            Routing(torch.randint(-1, NUM_EXPERTS, weights.shape, generator=generator), weights),
+            token,
+            self.placement,
             static=StaticRows(self.layout.num_ranks * NUM_TOKENS * NUM_TOPK),
-            launch=Launch(),
         )
 
 

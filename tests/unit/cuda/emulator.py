@@ -16,9 +16,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -98,6 +102,44 @@ class Emulator:
     def look_again(self) -> None:
         """Another actor has made progress."""
         self._num_idle = 0
+
+
+class EmulatorOfThreads:
+    """Emulator for hosts that are threads: who waits for a kernel runs those of all."""
+
+    def __init__(self, folder: Path) -> None:
+        self._emulator, self._lock, self._streams = Emulator(folder, seed=0), threading.Lock(), count(1)
+
+    def kernel(self, name: str, constants: Mapping[str, object], limit_s: float) -> SimpleNamespace:
+        """Kernel whose launch returns when it is done."""
+        return SimpleNamespace(name=name, launch=partial(self._run, name, constants, limit_s))
+
+    def _run(
+        self,
+        name: str,
+        constants: Mapping[str, object],
+        limit_s: float,
+        arguments: ctypes.Structure,
+        _stream: int,
+        *,
+        grid: int,
+        shared_bytes: int,
+        **_: object,
+    ) -> None:
+        shape = {"grid": grid, "shared_bytes": shared_bytes, "is_dependent": False, "max_resident": grid}
+        with self._lock:
+            number = self._emulator.launch(name, constants, copy_of(arguments), next(self._streams), **shape)
+        give_up = time.monotonic() + limit_s
+        while True:
+            with self._lock:
+                if self._emulator.is_done(number):
+                    return
+                self._emulator.go_on()
+                if not (is_ready := self._emulator.is_ready()):
+                    self._emulator.look_again()
+            if not is_ready:
+                assert time.monotonic() < give_up, f"{name} waits for another rank"
+                time.sleep(1e-3)  # as much as passes for kernels
 
 
 _schedulers: list[ctypes.CDLL] = []  # at most one: kernels find it by its global names

@@ -1,6 +1,6 @@
 """Ranks as threads and kernels as their twins, to compare repeated calls with others: all else is real.
 
-It goes up to the driver's functions and NCCL's.
+It goes up to the driver's functions and NCCL's. Kernels that choose owners and move experts are emulated.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import queue
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from emulator import EmulatorOfThreads
 from simulated_kernels import NodeWords, SimulatedKernel
 
 from fusco import Capacity, StaticRows, Topology
 from fusco.bench.host.null_device import NullGpu, NullLibrary, null_communicator
 from fusco.cuda.between_nodes.nccl import NcclTransport
-from fusco.cuda.kernels.library import Kernel
+from fusco.cuda.kernels.copy_experts import copied_bytes
+from fusco.cuda.kernels.library import Kernel, _Config
 from store_gathers import on_ranks
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, MAX_TOKENS, HIDDEN = 2, 6, 2, 8, 16
@@ -48,29 +51,34 @@ def at(address, dtype, shape):
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=dtype).view(*shape)
 
 
+EMULATED = {"share_counts", "exchange_rows", "copy_experts", "divide_rows", "plan_batch", "choose_owners"}
 MACHINE = SimpleNamespace(at=at, stream_of=lambda _: Stream())
 
 
 class TwinLibrary(NullLibrary):
     """Library of twins, which the driver's function calls with the arguments that it is given."""
 
-    def __init__(self, words: NodeWords) -> None:
-        self._words, self._twins, self._kernels = words, [], {}
+    def __init__(self, words: NodeWords, emulator: EmulatorOfThreads | None) -> None:
+        self._words, self._emulator, self._twins, self._kernels = words, emulator, [], {}
         self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._call)
         self.fails = False
 
-    def _call(self, _config, number, parameters, _extra) -> int:
+    def _call(self, config, number, parameters, _extra) -> int:
         if self.fails:
             return 1
         twin, struct = self._twins[number - 1]
         address = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
-        twin.launch(struct.from_address(address), 1, grid=1, num_threads=32)
+        shape = _Config.from_address(config)
+        twin.launch(
+            struct.from_address(address), 1, grid=shape.grid[0], num_threads=32, shared_bytes=shape.shared_bytes
+        )
         return 0
 
     def get(self, name, constants):
         key = (name, *constants.items())
         if key not in self._kernels:
-            self._kernels[key] = TwinKernel(self, SimulatedKernel(MACHINE, self._words, name, constants))
+            emulated = self._emulator.kernel(name, constants, LIMIT_S) if name in EMULATED else None
+            self._kernels[key] = TwinKernel(self, emulated or SimulatedKernel(MACHINE, self._words, name, constants))
         return self._kernels[key]
 
 
@@ -79,7 +87,7 @@ class TwinKernel(Kernel):
 
     def __init__(self, library: TwinLibrary, twin: SimulatedKernel) -> None:
         self._library, self._twin = library, twin
-        self._set_up(twin._name, 0, library._launch)
+        self._set_up(twin.name, 0, library._launch)
         self._shared_bytes = 1 << 30
 
     def bind(self, arguments, stream, **shape):
@@ -100,15 +108,16 @@ class TwinKernel(Kernel):
 class Node:
     """Communicators of the ranks of some nodes; each rank has one that repeats calls, and one that never does."""
 
-    def __init__(self, limit_s: float = LIMIT_S, topology: Topology = TOPOLOGY) -> None:
+    def __init__(self, limit_s: float = LIMIT_S, topology: Topology = TOPOLOGY, folder: Path | None = None) -> None:
+        """``folder`` has what is compiled of emulated kernels."""
         num_nodes, num_ranks = topology.num_nodes, topology.ranks_per_node
         self._words, self._limit_s = [[NodeWords(num_ranks) for _ in range(num_nodes)] for _ in range(2)], limit_s
-        self.topology = topology
+        self.topology, self._emulator = topology, EmulatorOfThreads(folder) if folder else None
 
     def run(self, program) -> dict:
         def on_rank(store_gather):
             store, node = store_gather.store, self.topology.rank_to_node[store_gather.rank]
-            libraries = [TwinLibrary(words[node]) for words in self._words]
+            libraries = [TwinLibrary(words[node], self._emulator) for words in self._words]
             comms = []
             for number, library in enumerate(libraries, 1):
                 store_gather.store = dist.PrefixStore(str(number), store)
@@ -130,6 +139,10 @@ class Node:
 
 class TwinGpu(NullGpu):
     """Devices of threads, which have the memory of the others."""
+
+    def allocate_visible(self, num_bytes):
+        """With room for experts in places, which tests give the engine once it is made."""
+        return super().allocate_visible(num_bytes + copied_bytes(NUM_RANKS))
 
     def share(self, memory, store_gather, ranks, name):
         gathered = store_gather.all_gather(name, memory.data_ptr())

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from native_functions import BoundByAddress
 from simulated_device import Machine, Stream, driver_functions
-from simulated_owner_kernels import OwnerKernels
 
 from fusco.core.quantization import Quantize
 from fusco.core.rows import accumulation_dtype
@@ -45,9 +44,7 @@ class NodeWords:
         self.routing, self.rows, self.rows_released, self.rows_epoch = ([0] * num_ranks for _ in range(4))
         self.sums, self.sums_released, self.combine_epoch = ([0] * num_ranks for _ in range(3))
         self.plan_epoch = [0] * num_ranks
-        self.barriers, self.counts = [0] * num_ranks, [0] * num_ranks  # that each rank has come to
-        self.exchanges, self.runs = [0] * num_ranks, dict[tuple[int, int, int], torch.Tensor]()
-        self.copies, self.parcels = [0] * num_ranks, dict[tuple[int, ...], list[torch.Tensor]]()
+        self.barriers = [0] * num_ranks  # that each rank has come to
 
 
 class SimulatedLibrary:
@@ -70,17 +67,17 @@ def copy_of(arguments: ctypes.Structure) -> ctypes.Structure:
     return type(arguments).from_buffer_copy(arguments)
 
 
-class SimulatedKernel(OwnerKernels, BoundByAddress):
+class SimulatedKernel(BoundByAddress):
     """Replaces ``Kernel``."""
 
     def __init__(self, machine: Machine, words: NodeWords, name: str, constants: Mapping[str, Any]) -> None:
-        self._machine, self._words, self._name, self._constants = machine, words, name, constants
+        self._machine, self._words, self.name, self._constants = machine, words, name, constants
         self._at = machine.at
 
     def launch(self, arguments: ctypes.Structure, stream: int, *, grid: int, num_threads: int, **_: Any) -> None:
         assert grid >= 1
         assert ctypes.sizeof(arguments) == self._constants["ARGUMENT_BYTES"]
-        launch: Callable[[Stream, Any], None] = getattr(self, f"_{self._name}")
+        launch: Callable[[Stream, Any], None] = getattr(self, f"_{self.name}")
         launch(self._machine.stream_of(stream), copy_of(arguments))
 
     def _plan(self, stream: Stream, args: Any) -> None:

@@ -16,7 +16,7 @@ from fusco.api.collective import run_collective
 from fusco.bench.host.null_device import SharedMemory
 from fusco.control.fingerprint import CollectiveFingerprint, Fields, check_fingerprints
 from fusco.core.access import Access
-from fusco.core.config import Launch
+from fusco.core.config import Launch, StaticRows
 from fusco.core.errors import Stall
 from fusco.core.placement import ExpertPlacement
 from fusco.core.profile import Call, CallProfile
@@ -33,6 +33,8 @@ from fusco.cuda.within_node.own_rows import OwnRows
 from fusco.cuda.within_node.planning import DevicePlanner
 from fusco.cuda.within_node.shuffle import IntranodeShuffle
 from fusco.engine.base import CombineRequest, DispatchOutput, DispatchRequest, Pending, RedispatchRequest
+from fusco.planner.balancer import BALANCERS
+from fusco.planner.routing import Routing
 
 
 class AllGathers:
@@ -264,6 +266,26 @@ class Rank:
         request = CombineRequest(rows=[rows], plan=plan, topk_weights=weights, handle=1, launch=launch or Launch())
         (sums,) = self.shuffle.combine(request, self.session.begin("combine"), self.stream)
         return sums
+
+
+def request_of(
+    routing: Routing,
+    payload: torch.Tensor,
+    placement: ExpertPlacement,
+    *,
+    static: StaticRows | None = None,
+    alignment=1,
+) -> DispatchRequest:
+    """A dispatch of one payload, of which each rank sends its own rows."""
+    return DispatchRequest(
+        routing=routing,
+        payloads=[payload],
+        placement=placement,
+        balancer=BALANCERS["static"],
+        expert_alignment=alignment,
+        static=static,
+        launch=Launch(),
+    )
 
 
 class World:

@@ -31,7 +31,7 @@ def experts(numbers: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 2), (2, 1), (3, 1), (1, 3)])
-def test_experts_arrive_where_they_are_placed(num_nodes, ranks_per_node):
+def test_experts_arrive_where_they_are_placed(num_nodes, ranks_per_node, folder):
     num_ranks = num_nodes * ranks_per_node
     have_all_ended = threading.Barrier(num_ranks)
     old = np.arange(NUM_EXPERTS).reshape(num_ranks, -1)
@@ -47,7 +47,7 @@ def test_experts_arrive_where_they_are_placed(num_nodes, ranks_per_node):
         for found, expected in zip(weights, experts(new[comm.rank].tolist()), strict=True):
             assert_same_bits(found, expected, f"rank {comm.rank}")
 
-    Node(topology=Topology.of_equal_nodes(num_ranks, ranks_per_node)).run(program)
+    Node(topology=Topology.of_equal_nodes(num_ranks, ranks_per_node), folder=folder).run(program)
 
 
 class Capturing(NullDeviceValidator):
@@ -63,7 +63,7 @@ def capture(comm) -> None:
     comm._validator = comm._owners._validator = validator
 
 
-def test_what_the_device_plans_is_copied_without_the_host():
+def test_what_the_device_plans_is_copied_without_the_host(folder):
     """As captured: the host never waits for a plan, which differs from call to call."""
     num_ranks, balance = 2, Balance(1, tolerance=0.0)
     placement = ExpertPlacement.contiguous(4, num_ranks).in_places(3)
@@ -100,10 +100,10 @@ def test_what_the_device_plans_is_copied_without_the_host():
         with pytest.raises(ValueError, match="the plan has 1 spare places, got spare_places=2"):
             comm.prefetch_experts([weights], plan, 2)
 
-    Node().run(program)
+    Node(folder=folder).run(program)
 
 
-def test_plans_on_the_device_that_cannot_be():
+def test_plans_on_the_device_that_cannot_be(folder):
     placement, balance = ExpertPlacement.contiguous(4, 2).in_places(3), Balance(1)
     ids = torch.tensor([[0, 1]])
 
@@ -119,11 +119,11 @@ def test_plans_on_the_device_that_cannot_be():
         with pytest.raises(ValueError, match="between 2 nodes the host gives NCCL the sizes of messages"):
             comm.prefetch_experts([torch.zeros(2, 3)], plan, 1)
 
-    Node(topology=Topology.of_equal_nodes(2, 1)).run(program)
+    Node(topology=Topology.of_equal_nodes(2, 1), folder=folder).run(program)
 
 
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(1, 2), (2, 1)])
-def test_copies_of_a_batch_and_their_gradients(num_nodes, ranks_per_node):
+def test_copies_of_a_batch_and_their_gradients(num_nodes, ranks_per_node, folder):
     num_ranks = num_nodes * ranks_per_node
     have_all_ended = threading.Barrier(num_ranks)
     rows = np.array([90, 1, 1, 1, 1, 1])
@@ -148,4 +148,4 @@ def test_copies_of_a_batch_and_their_gradients(num_nodes, ranks_per_node):
                 sums[mine.index(expert)] += rank + 1.0
         assert_same_bits(weights.grad, sums, "gradients")
 
-    Node(topology=Topology.of_equal_nodes(num_ranks, ranks_per_node)).run(program)
+    Node(topology=Topology.of_equal_nodes(num_ranks, ranks_per_node), folder=folder).run(program)

@@ -31,7 +31,7 @@ def owners_of(comm, placement: ExpertPlacement) -> Owners:
 
 
 @SHAPES
-def test_a_captured_dispatch_divides_rows_by_shares(topology):
+def test_a_captured_dispatch_divides_rows_by_shares(topology, folder):
     expected = choose_owners(IDS, EXPERTS, SHARES, topology.rank_to_node)
 
     def program(comm, _other, _library):
@@ -41,13 +41,13 @@ def test_a_captured_dispatch_divides_rows_by_shares(topology):
         return [owners.choose(IDS[comm.rank]) for _ in range(3)]
 
     with mock.patch.object(NullDeviceValidator, "is_capturing", new=True):
-        found = Node(topology=topology).run(program)
+        found = Node(topology=topology, folder=folder).run(program)
     for rank, chosen in found.items():
         assert [each.tolist() for each in chosen] == [expected[rank].tolist()] * 3
 
 
 @SHAPES
-def test_the_dispatch_after_a_plan_follows_it_and_the_next_one_does_not(topology):
+def test_the_dispatch_after_a_plan_follows_it_and_the_next_one_does_not(topology, folder):
     placement, balance = ExpertPlacement.contiguous(4, 2).in_places(3), Balance(1, tolerance=0.0)
     counts = np.stack([count_experts(ids, 4) for ids in IDS])
     expected = plan_batch(counts.sum(axis=0), [0, 0, 1, 1], 2, balance, topology.ranks_per_node)
@@ -66,14 +66,14 @@ def test_the_dispatch_after_a_plan_follows_it_and_the_next_one_does_not(topology
             planned, usual = owners.choose(IDS[comm.rank]), owners.choose(IDS[comm.rank])
         return planned, usual
 
-    for rank, (planned, usual) in Node(topology=topology).run(program).items():
+    for rank, (planned, usual) in Node(topology=topology, folder=folder).run(program).items():
         tables = OwnerTables.of(placement, rank, topology, (expected.experts, expected.ranks))
         bounds = tables.divide_rows(counts[:, tables.divided], quotas_of(expected, tables))
         assert planned.tolist() == choose_on_cpu(IDS[rank], tables, bounds).tolist()
         assert usual.tolist() == choose_on_cpu(IDS[rank], OwnerTables.of(placement, rank, topology)).tolist()
 
 
-def test_replays_of_a_captured_plan_follow_another_placement():
+def test_replays_of_a_captured_plan_follow_another_placement(folder):
     """A replay reads the tables of its capture, in the same memory; what it could not plan for is refused."""
     balance = Balance(1, tolerance=0.0)
     placement = ExpertPlacement.contiguous(4, 2).in_places(3)
@@ -97,23 +97,23 @@ def test_replays_of_a_captured_plan_follow_another_placement():
     counts = np.stack([count_experts(each, 4) for each in ids]).sum(axis=0)
     expected = plan_batch(counts, other.expert_to_rank, 2, balance)
     assert len(expected.experts)
-    for plan in Node().run(program).values():
+    for plan in Node(folder=folder).run(program).values():
         for name in ("experts", "ranks", "rows", "loads"):
             assert getattr(plan, name).tolist() == getattr(expected, name).tolist()
 
 
-def test_more_experts_may_have_several_owners_if_others_are_lost():
+def test_more_experts_may_have_several_owners_if_others_are_lost(folder):
     placement = ExpertPlacement.replicated([[0, 1, 2], [0, 1, 2]], num_experts=6, may_lose=True)
     expected = choose_owners(IDS, placement.rank_to_experts, None, [0, 0])
 
     def program(comm, _other, _library):
         return owners_of(comm, placement).choose(IDS[comm.rank])
 
-    for rank, chosen in Node().run(program).items():
+    for rank, chosen in Node(folder=folder).run(program).items():
         assert chosen.tolist() == expected[rank].masked_fill(IDS[rank] == 3, -1).tolist()
 
 
-def test_what_was_captured_chooses_owners_that_are_left():
+def test_what_was_captured_chooses_owners_that_are_left(folder):
     placement = ExpertPlacement.replicated(EXPERTS)
 
     def program(comm, _other, _library):
@@ -123,6 +123,6 @@ def test_what_was_captured_chooses_owners_that_are_left():
         Owners(comm._session, comm._engine, left, [former])
         return before, former.choose(IDS[comm.rank])
 
-    for rank, (before, after) in Node().run(program).items():
+    for rank, (before, after) in Node(folder=folder).run(program).items():
         assert before.tolist() == choose_owners(IDS, EXPERTS, None, [0, 0])[rank].tolist()
         assert after.tolist() == IDS[rank].masked_fill(IDS[rank] == 3, -1).tolist()  # rank 0 has the others

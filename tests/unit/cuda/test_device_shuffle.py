@@ -82,7 +82,7 @@ def shuffle(sizes: np.ndarray, have_all_ended: threading.Barrier, comm: Any, *_:
 
 
 @pytest.mark.parametrize("ring_depth", [2, 3, 4])
-def test_single_and_scattered_segments_pass_through_small_rings(ring_depth):
+def test_single_and_scattered_segments_pass_through_small_rings(ring_depth, folder):
     settings = {"slice_bytes": 128, "ring_depth": ring_depth}
     sizes = np.random.default_rng(ring_depth).integers(0, 2000, (3, 3))
     counts = {
@@ -94,20 +94,20 @@ def test_single_and_scattered_segments_pass_through_small_rings(ring_depth):
         mock.patch("fusco.bench.host.null_device.Settings", lambda **given: Settings(**given | settings)),
         mock.patch("repeated_rig.NUM_EXPERTS", 3),
     ):
-        Node(topology=Topology((0, 0, 0))).run(partial(shuffle, sizes, threading.Barrier(3)))
+        Node(topology=Topology((0, 0, 0)), folder=folder).run(partial(shuffle, sizes, threading.Barrier(3)))
 
 
 @pytest.mark.parametrize("kind", ["random", "one sender", "one receiver", "few"])
 @pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 4)])
 @pytest.mark.usefixtures("lanes_pay")
-def test_segments_arrive_over_lanes(kind, num_nodes, ranks_per_node):
+def test_segments_arrive_over_lanes(kind, num_nodes, ranks_per_node, folder):
     topology = Topology.of_equal_nodes(num_nodes * ranks_per_node, ranks_per_node)
     nodes = np.array(topology.rank_to_node)
     sizes = sizes_of(kind, topology.world_size)
 
     have_all_ended = threading.Barrier(topology.world_size)
     with mock.patch("repeated_rig.NUM_EXPERTS", topology.world_size):
-        sent = Node(topology=topology).run(partial(shuffle, sizes, have_all_ended))
+        sent = Node(topology=topology, folder=folder).run(partial(shuffle, sizes, have_all_ended))
     crossing = np.where(nodes[:, None] != nodes, sizes, 0)
     for node, ranks in enumerate(topology.node_to_ranks):
         of_node = [sent[rank] for rank in ranks]

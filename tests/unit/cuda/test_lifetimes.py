@@ -228,14 +228,6 @@ def test_a_capture_is_told_from_others_by_the_drivers_number():
     assert capture_number() == 0
 
 
-def test_what_a_plan_was_not_asked_for_is_not_copied_to_list_it():
-    plan = plan_of_rank_0()
-    num_before = len(plan.tensors)
-    assert not plan._slices
-    plan.slices(1)
-    assert len(plan.tensors) == num_before + 6
-
-
 def test_weights_that_replace_those_of_the_dispatch_are_read_from_then_on():
     plan, other = plan_of_rank_0(), torch.tensor([[7.0, -7], [8, -8], [9, -9], [10, -10]])
     plan.tables.row_to_slots.fill_(-1)

@@ -158,18 +158,6 @@ def test_a_signal_while_the_board_is_locked(tmp_path):
     board.close()
 
 
-def test_a_board_that_stays_locked(tmp_path):
-    board = Board(tmp_path / "b")
-    fcntl.flock(board.fd, fcntl.LOCK_EX)
-    with (
-        pytest.raises(PluginError, match=r"another process has held the lock of .* for 0\.2 s"),
-        started(tmp_path, timeout_s=0.2),
-    ):
-        pass
-    fcntl.flock(board.fd, fcntl.LOCK_UN)
-    board.close()
-
-
 def test_a_board_whose_path_is_long(tmp_path):
     folder = tmp_path / ("long" * 50) / ("path" * 50)
     folder.mkdir(parents=True)

@@ -1,13 +1,12 @@
 """Connections: foreign ones, garbage, replays, messages of hostile peers, and peers whose process ends."""
 
-import os
 import socket
 import time
 from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from rails_ends import LIMITS, RAILS, random_bytes, wait_for
+from rails_ends import LIMITS, RAILS, wait_for
 from wire_by_hand import (
     ACK,
     ANSWER_BYTES,
@@ -16,7 +15,6 @@ from wire_by_hand import (
     GRANT,
     HELLO_BYTES,
     RAIL_DOWN,
-    TOO_LARGE,
     Record,
     connected_by_hand,
     introduction,
@@ -26,9 +24,6 @@ from wire_by_hand import (
 
 from fusco.core.errors import PeerFailureError, TransportError
 from fusco.rails import Endpoint
-
-SIZE = 200_000  # of the message that a peer is granted: four chunks
-MESSAGE = random_bytes(SIZE).tobytes()
 
 
 @contextmanager
@@ -104,42 +99,6 @@ def test_a_flood_of_connections_leaves_peers_their_handshake(tmp_path):
 def await_grant(peer, seq):
     while (record := read_record(peer)).kind != GRANT or record.seq != seq:
         pass
-
-
-def data(seq=0, size=SIZE, chunk=0, num_bytes=65536, kind=DATA):
-    payload = MESSAGE[65536 * chunk : 65536 * chunk + num_bytes]
-    return pack(Record(seq, size, chunk, num_bytes, kind=kind)) + payload
-
-
-GARBAGE = {
-    "zeros": bytes(32),
-    "random": os.urandom(100),
-    "no kind": pack(Record(kind=7)),
-    "not granted": data(seq=99, size=10, num_bytes=10),
-    "larger than the buffer": pack(Record(0, 2**60, 0, 2**31, kind=DATA)),
-    "of more bytes than there are": pack(Record(0, 2**64 - 1, kind=TOO_LARGE)),
-    "a chunk that it does not have": data(chunk=4, num_bytes=0),
-    "a chunk of a wrong size": data(num_bytes=4096),
-    "a size that changes": data() + data(size=100_000, chunk=1, num_bytes=100_000 - 65536),
-    "said not to fit": data(num_bytes=0, kind=TOO_LARGE),
-    "a hole": data() + data(chunk=1, num_bytes=0, kind=TOO_LARGE),
-    "never sent": pack(Record(5, slot=3, kind=ACK)),
-    "granted too far ahead": pack(Record(10_000, 10, kind=GRANT)),
-}
-
-
-@pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_of_a_peer_costs_its_rail_only(tmp_path, name):
-    with hostile_peer(tmp_path) as (channel, (broken, works)):
-        received = channel.irecv(buffer := bytearray(SIZE))
-        await_grant(broken, 0)
-        broken.sendall(GARBAGE[name])
-        wait_for(lambda: channel.rails == (1,))
-        assert not received.done
-        for chunk in range(4):
-            works.sendall(data(chunk=chunk, num_bytes=min(65536, SIZE - 65536 * chunk)))
-        assert received.wait() == SIZE
-        assert buffer == MESSAGE
 
 
 def test_a_peer_that_reconnects_without_reading_does_not_fill_memory(tmp_path):

@@ -19,14 +19,13 @@ from hypothesis import given, settings, strategies as st
 from scenes import ID_LAYOUTS, NUM_EXPERTS, PAYLOADS, Play, Scene, made_on, play
 from simulated_device import Machine
 from simulated_kernels import SimulatedKernel
-from simulated_nodes import Rank, World
+from simulated_nodes import Rank, World, request_of
 
 from comparison import assert_same_bits
 from fusco import BALANCERS, Capacity, ExpertPlacement, Groups, Launch, MismatchError, Quantize, Settings, Topology
 from fusco.control.fingerprint import CollectiveFingerprint
 from fusco.core.profile import CallProfile
 from fusco.cuda.memory.layout import DeviceLayout
-from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 from generator import KINDS
 
@@ -107,7 +106,7 @@ def test_sums_depend_neither_on_slices_nor_on_what_runs_first(kind):
 def test_rows_and_routing_for_all_nodes_are_packed_in_one_launch_each(monkeypatch):
     launches, launch = Counter(), SimulatedKernel.launch
     monkeypatch.setattr(
-        SimulatedKernel, "launch", lambda self, *a, **k: launches.update([self._name]) or launch(self, *a, **k)
+        SimulatedKernel, "launch", lambda self, *a, **k: launches.update([self.name]) or launch(self, *a, **k)
     )
     scene = Scene(num_nodes=4, ranks_per_node=1, kind="balanced", seed=3, slice_bytes=1 << 14)
     world = World(scene.layout, scene.placement, Machine(0))
@@ -169,14 +168,8 @@ class Three:
 
     def _on_rank(self, at: Rank) -> float:
         num_tokens = int(at.rank == 1)
-        request = DispatchRequest(
-            routing=Routing(torch.arange(3).expand(num_tokens, 3)),
-            payloads=[torch.ones(num_tokens, 1)],
-            placement=ExpertPlacement.contiguous(3, 3),
-            balancer=BALANCERS["static"],
-            expert_alignment=1,
-            static=None,
-            launch=Launch(),
+        request = request_of(
+            Routing(torch.arange(3).expand(num_tokens, 3)), torch.ones(num_tokens, 1), ExpertPlacement.contiguous(3, 3)
         )
         plan = at.dispatch(request).plan
         y = torch.tensor([[self.rows[at.rank]]])
@@ -251,15 +244,7 @@ def test_once_an_arena_is_closed_nothing_has_a_view_of_its_memory():
         return sum(type(each) is torch.Tensor and each._base is memory for each in gc.get_objects())
 
     def program(at: Rank) -> tuple[int, int]:
-        request = DispatchRequest(
-            routing=Routing(torch.arange(16).view(8, 2) % 8),
-            payloads=[torch.ones(8, 4)],
-            placement=placement,
-            balancer=BALANCERS["static"],
-            expert_alignment=1,
-            static=None,
-            launch=Launch(),
-        )
+        request = request_of(Routing(torch.arange(16).view(8, 2) % 8), torch.ones(8, 4), placement)
         sent = at.dispatch(request)
         at.combine(sent.plan, sent.rows[0], is_weighted=False)
         at.machine_is_idle()

@@ -12,13 +12,12 @@ from emulated_scenes import EPOCHS, Emulated
 from emulator import is_available
 from hypothesis import given, settings, strategies as st
 from scenes import PAYLOADS, Play, Scene, made_on, play
-from simulated_nodes import Rank, SimulatedWatch
+from simulated_nodes import Rank, SimulatedWatch, request_of
 
 from comparison import assert_same_bits
 from fusco import (
     Capacity,
     ExpertPlacement,
-    Launch,
     MismatchError,
     RejectedInputError,
     RowOverflowError,
@@ -220,14 +219,11 @@ class Repeated:
 
     def request(self, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> DispatchRequest:
         """The same sizes in every call, as in a graph."""
-        return DispatchRequest(
-            routing=Routing(ids, weights),
-            payloads=[rows],
-            placement=self.placement,
-            balancer=lambda *_: None,
-            expert_alignment=1,
+        return request_of(
+            Routing(ids, weights),
+            rows,
+            self.placement,
             static=StaticRows(self.layout.topology.world_size * NUM_TOKENS * NUM_TOPK),
-            launch=Launch(),
         )
 
 

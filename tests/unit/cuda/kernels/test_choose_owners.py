@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from emulated_scenes import Emulated
+from emulated_scenes import Emulated, alone
 from emulator import is_available
 from simulated_nodes import Rank
 
@@ -24,12 +22,6 @@ pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, 
 
 NUM_RANKS, NUM_EXPERTS, NUM_PLACES = 4, 9, 4
 TOPOLOGY = Topology.of_equal_nodes(NUM_RANKS, 2)
-
-
-def alone(folder, program) -> Any:
-    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-    layout = DeviceLayout(Topology((0,)), capacity, Settings())
-    return Emulated(folder, order=3).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
 
 
 def tables_of(seed: int, *, has_shares: bool, topology: Topology = TOPOLOGY) -> list[OwnerTables]:

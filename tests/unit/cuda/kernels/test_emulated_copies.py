@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from emulated_scenes import Emulated
+from emulated_scenes import alone
 from emulator import is_available
 from simulated_nodes import Rank
 
 from comparison import assert_same_bits
-from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.bench.shuffle.baseline import weighted_sum
 from fusco.cuda.kernels.copy_segments import copy_segments as copy_on_device
 from fusco.cuda.kernels.weight_gradients import launch as launch_weight_gradients
 from fusco.cuda.kernels.weighted_sum import weighted_sum as launch_weighted_sum
-from fusco.cuda.memory.layout import DeviceLayout
 from generator import random_of
 from reference.copy_segments import copy_segments
 from reference.weight_gradients import weight_gradients
 
 pytestmark = pytest.mark.skipif(not is_available, reason="needs a C++ compiler, g++ or clang++")
-
-
-def alone(folder, program) -> Any:
-    """What a program gives on the only rank of a world, with whatever kernels it launches."""
-    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-    layout = DeviceLayout(Topology((0,)), capacity, Settings())
-    return Emulated(folder, order=2).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 40])  # of one, a plain copy

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
-from emulated_scenes import Emulated
+from emulated_scenes import alone
 from emulator import is_available
 from simulated_nodes import Rank
 
-from fusco import Capacity, ExpertPlacement, Launch, Quantize, Settings, Topology
+from fusco import Launch, Quantize
 from fusco.core.quantization import QUANTIZED_DTYPES, lay_out_scales
 from fusco.cpu.kernels.quantize_rows import quantize_rows
-from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.quantizer import CudaQuantizer
 from fusco.cuda.stream_order import StreamOrder
 from generator import rows_to_quantize
@@ -31,12 +29,6 @@ FORMATS = [
     Quantize("nvfp4"),
     Quantize("nvfp4", global_scale=0.0017),
 ]
-
-
-def alone(folder: Any, program: Any) -> Any:
-    capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-    layout = DeviceLayout(Topology((0,)), capacity, Settings())
-    return Emulated(folder, order=3).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)[0]
 
 
 def quantizer_of(at: Rank) -> CudaQuantizer:

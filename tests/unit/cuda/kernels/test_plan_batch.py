@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from emulated_scenes import Emulated
+from emulated_scenes import alone
 from emulator import is_available
 from simulated_nodes import Rank
 
-from fusco import Capacity, ExpertPlacement, Settings, Topology
+from fusco import ExpertPlacement, Topology
 from fusco.api.owners import _quotas as quotas_of
 from fusco.cuda.kernels.choose_owners import DeviceOwnerTables
 from fusco.cuda.kernels.divide_rows import divide_rows
 from fusco.cuda.kernels.plan_batch import DeviceBatches, plan_batch
-from fusco.cuda.memory.layout import DeviceLayout
 from fusco.placement import Balance, BatchPlan, plan_batch as plan_on_cpu
 from fusco.planner.owners import OwnerTables
 
@@ -52,10 +51,7 @@ class Planned:
             at.machine_is_idle()
             return self.batches.plan_of(result)
 
-        capacity = Capacity(max_tokens_per_rank=1, max_bytes_per_token=8, num_topk=1)
-        layout = DeviceLayout(Topology((0,)), capacity, Settings())
-        (plan,) = Emulated(self._folder, order=3).world(layout, ExpertPlacement.contiguous(1, 1)).run(program)
-        return plan
+        return alone(self._folder, program)
 
 
 def check(seen: BatchPlan, expected: BatchPlan) -> None:

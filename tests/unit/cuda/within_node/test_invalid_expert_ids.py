@@ -8,12 +8,11 @@ import pytest
 import torch
 from engine_parts import engine_of
 from simulated_device import Machine
-from simulated_nodes import Rank, World
+from simulated_nodes import Rank, World, request_of
 
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, RowOverflowError, Settings, StaticRows, Topology
+from fusco import Capacity, ExpertPlacement, RowOverflowError, Settings, StaticRows, Topology
 from fusco.cuda.engine import CudaEngine
 from fusco.cuda.memory.layout import DeviceLayout
-from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK = 3, 6, 2
@@ -33,15 +32,7 @@ def with_bad_id(bad_id: int, token: int) -> torch.Tensor:
 
 
 def dispatch(at: Rank, topk_idx: torch.Tensor, static: StaticRows | None) -> Exception | None:
-    request = DispatchRequest(
-        routing=Routing(topk_idx),
-        payloads=[torch.zeros(len(topk_idx), 4)],
-        placement=PLACEMENT,
-        balancer=BALANCERS["static"],
-        expert_alignment=1,
-        static=static,
-        launch=Launch(),
-    )
+    request = request_of(Routing(topk_idx), torch.zeros(len(topk_idx), 4), PLACEMENT, static=static)
     try:
         at.dispatch(request)
     except (ValueError, RowOverflowError) as error:

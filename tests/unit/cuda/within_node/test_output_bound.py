@@ -7,13 +7,12 @@ from unittest import mock
 import pytest
 import torch
 from simulated_device import Machine
-from simulated_nodes import Rank, World
+from simulated_nodes import Rank, World, request_of
 
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
+from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.cuda.memory.layout import DeviceLayout
 from fusco.cuda.within_node import planning
 from fusco.cuda.within_node.planning import affordable_bound
-from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
 NUM_EXPERTS, ALIGNMENT = 4, 4
@@ -50,15 +49,7 @@ def rows_of_dispatch(num_ranks: int) -> list[tuple[torch.Tensor, list[str]]]:
         at.library.get = noting(deeds, at.library.get)
         at.context.watchdog.wait_until = lambda *how: (deeds.append("wait"), wait(*how))[1]
         payload = torch.arange(12.0).view(3, 4) + 100 * at.rank
-        request = DispatchRequest(
-            routing=Routing(IDS.clone()),
-            payloads=[payload],
-            placement=placement,
-            balancer=BALANCERS["static"],
-            expert_alignment=ALIGNMENT,
-            static=None,
-            launch=Launch(),
-        )
+        request = request_of(Routing(IDS.clone()), payload, placement, alignment=ALIGNMENT)
         (rows,) = at.dispatch(request).rows
         assert rows._base is None, "a view of a larger tensor"
         assert rows.is_contiguous()

@@ -9,13 +9,12 @@ import pytest
 import torch
 from engine_parts import engine_of
 from simulated_device import Machine
-from simulated_nodes import Rank, World
+from simulated_nodes import Rank, World, request_of
 
-from fusco import BALANCERS, Capacity, ExpertPlacement, Launch, Settings, Topology
+from fusco import Capacity, ExpertPlacement, Settings, Topology
 from fusco.core.errors import Stall
 from fusco.cuda.failure import own_backlog
 from fusco.cuda.memory.layout import DeviceLayout
-from fusco.engine.base import DispatchRequest
 from fusco.planner.routing import Routing
 
 PLACEMENT = ExpertPlacement.contiguous(4, 4)
@@ -56,15 +55,7 @@ def stalls_of_an_exact_dispatch(num_nodes: int, order: int) -> list[list[tuple[b
     def program(at: Rank) -> list[tuple[bool, Stall]]:
         ids, payload = torch.arange(4).view(4, 1), torch.zeros(4, 4)
         at.context.watchdog = watchdog = Patience(machine, Work(at))
-        request = DispatchRequest(
-            routing=Routing(ids),
-            payloads=[payload],
-            placement=PLACEMENT,
-            balancer=BALANCERS["static"],
-            expert_alignment=1,
-            static=None,
-            launch=Launch(),
-        )
+        request = request_of(Routing(ids), payload, PLACEMENT)
         at.dispatch(request)
         return watchdog.stalls
 

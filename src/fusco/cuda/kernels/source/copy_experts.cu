@@ -3,8 +3,7 @@
 //
 // Chunks of an expert are dealt to channels, a warp each, and each exchanges its chunks with the same channel of other ranks,
 // without waiting for other warps: it stores a chunk into a slot of the receiver's arena, which copies it from there. Ends of a
-// copy go through the messages of a common order, so among those that are left, the first can always move. Twin:
-// tests/unit/cuda/simulated_owner_kernels.py.
+// copy go through the messages of a common order, so among those that are left, the first can always move.
 //
 // Compile-time constants: ARGUMENT_BYTES, NUM_RANKS, NUM_THREADS, NUM_TENSORS, NUM_BLOCKS, DEPTH (slots from each rank),
 // CHUNK_BYTES, IS_SUM (gradients are added), ELEMENT (their type).
