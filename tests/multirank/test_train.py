@@ -43,14 +43,14 @@ def read(path):
 
 def test_both_dispatchers_learn_alike_and_the_routing_replays(tmp_path):
     out, trace, replayed = tmp_path / "train.jsonl", tmp_path / "trace.npz", tmp_path / "shuffle.jsonl"
-    arguments = ["--ranks", "2", "--steps", "12", "--lr", "0.02", "--dispatcher", "both", "--json", str(out)]
+    arguments = ["--ranks", "2", "--steps", "8", "--lr", "0.02", "--dispatcher", "both", "--json", str(out)]
     done = CliRunner().invoke(app, ["train", *SMALL, *CAP, *arguments, "--record-trace", str(trace)])
     assert done.exit_code == 0, done.output
     steps, runs = read(out)
     assert [run["dispatcher"] for run in runs] == ["fusco", "torch"]
     losses = {name: [step["loss"] for step in steps if step["dispatcher"] == name] for name in ("fusco", "torch")}
-    assert losses["fusco"][-1] < losses["fusco"][0] - 0.5
-    assert len(losses["fusco"]) == 12
+    assert losses["fusco"][-1] < losses["fusco"][0] - 0.3
+    assert len(losses["fusco"]) == 8
     assert losses["torch"] == pytest.approx(losses["fusco"], abs=1e-3)
     assert runs[1]["max_loss_difference"] < 1e-3
     for step in steps:
@@ -122,38 +122,34 @@ def one_rank_job(**changes):
     return TrainingJob(shape=shape, dtype="float32", **{**sizes, **changes})
 
 
-def test_the_learning_rate_rises_step_by_step():
+def test_the_learning_rate_rises_step_by_step(one):
     """AdamW's first step is as long as the rate, whatever the gradients; so is what it does to the loss, nearly."""
     nums_steps = (0, 2, 4, 10**9)
     jobs = [one_rank_job(num_steps=2, warmup_steps=num, learning_rate=2e-3) for num in nums_steps]
-    with LocalWorld(1) as world:
-        second_losses = dict(zip(nums_steps, world.run(second_losses_of, 1, jobs)[0], strict=True))
+    second_losses = dict(zip(nums_steps, one.run(second_losses_of, jobs)[0], strict=True))
     at_once, in_two, in_four = (second_losses[number] - second_losses[10**9] for number in (0, 2, 4))
     assert at_once < -0.01
     assert in_two == pytest.approx(at_once / 2, rel=0.2)
     assert in_four == pytest.approx(at_once / 4, rel=0.2)
 
 
-def test_a_plan_for_every_batch_learns_alike():
+def test_a_plan_for_every_batch_learns_alike(two):
     jobs = [one_rank_job(num_ranks=2, ep_size=2, num_steps=2, spare_places=number) for number in (0, 1)]
-    with LocalWorld(2) as world:
-        without, balanced = world.run(second_losses_of, 2, jobs)[0]
+    without, balanced = two.run(second_losses_of, jobs)[0]
     assert balanced == pytest.approx(without, rel=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_no_step_is_made_on_rows_that_did_not_arrive(checkpointing):
+def test_no_step_is_made_on_rows_that_did_not_arrive(one, checkpointing):
     job = one_rank_job(num_steps=4, activation_checkpointing=checkpointing)
-    with LocalWorld(1) as world:
-        (done,) = world.run(train_until_rows_do_not_arrive, 1, job, 2)
+    (done,) = one.run(train_until_rows_do_not_arrive, job, 2)
     assert done == [*["synchronize", "step", "report"] * 2, "synchronize", "error"]
 
 
-def test_reports_are_not_in_the_time_of_a_step():
+def test_reports_are_not_in_the_time_of_a_step(two):
     job = one_rank_job(num_ranks=2, ep_size=2, num_steps=3)
-    with LocalWorld(2) as world:
-        for times_ms in world.run(train_with_slow_reports, 2, job, 0.8):
-            assert min(times_ms[1:]) < 800
+    for times_ms in two.run(train_with_slow_reports, job, 0.8):
+        assert min(times_ms[1:]) < 800
 
 
 def test_a_step_is_logged_as_soon_as_it_is_done(tmp_path):
