@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("fusco", deadline=None, derandomize=True, database=None, max_examples=50)
 hypothesis.settings.load_profile("fusco")
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def imported_parts(tree: ast.Module) -> set[str]:
     return names
 
 
+@cache
 def part_to_imports() -> dict[str, set[str]]:
     """What each part of the package (a module or subpackage right below it) imports from the other parts.
 

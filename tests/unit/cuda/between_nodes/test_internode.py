@@ -56,7 +56,7 @@ def scenes(draw):
 
 
 @given(scene=scenes(), order=st.integers(0, 1000))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_what_arrives_is_the_law_for_any_shape_and_in_any_order(scene, order):
     play(scene, order)
 
