@@ -33,15 +33,15 @@ class EarlySwaps:
         sent_before = self._sent_before
         self._num_swapped = {i: np.zeros(1, np.int64) for i in sent_before}
         while True:
-            has_swapped = False
+            moved = self._transfers.moved  # of complete steps, a new array after each
             for i, sent in sent_before.items():
-                ready = min(int(self._transfers.moved[each]) for each in (i, *sent))
+                ready = min(int(moved[each]) for each in (i, *sent))
                 for new, old in self._pieces(i, int(self._num_swapped[i][0]), ready):
                     for first in range(0, len(new), _SLICE_BYTES):
                         piece = slice(first, first + _SLICE_BYTES)
                         swap_memory(new[piece], old[piece], self._num_swapped[i])
-                        yield (has_swapped := True)
-            if not has_swapped:
+                        yield True
+            while moved is self._transfers.moved:
                 yield False
 
     def undo(self) -> None:

@@ -238,27 +238,26 @@ class TcpTransport(TcpConnections):
                 self._note_failure("send", peer, str(error))
                 break
             has_moved = True
-            if queue[0].advance(num_bytes):
-                queue.popleft()
-                self._num_sending -= 1
+            if not queue[0].advance(num_bytes):
+                break  # the kernel took as much as it has room for
+            queue.popleft()
+            self._num_sending -= 1
         return has_moved
 
     def _pull(self, peer: int) -> bool:
-        queue, connection, has_moved = self._receiving[peer], self._connections[peer], False
-        while queue:
-            try:
-                num_bytes = connection.recv_into(queue[0].rest)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                self._note_failure("receive", peer, str(error))
-                break
-            if not num_bytes:
-                self._note_failure("receive", peer, "the connection was closed")
-                break
-            has_moved = True
-            if queue[0].advance(num_bytes):
-                queue.popleft()
-                self._num_receiving -= 1
-                break
-        return has_moved
+        queue, num_bytes = self._receiving[peer], 0
+        if not queue:
+            return False
+        try:
+            num_bytes = self._connections[peer].recv_into(queue[0].rest)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._note_failure("receive", peer, str(error))
+            return False
+        if not num_bytes:
+            self._note_failure("receive", peer, "the connection was closed")
+        elif queue[0].advance(num_bytes):
+            queue.popleft()
+            self._num_receiving -= 1
+        return num_bytes > 0

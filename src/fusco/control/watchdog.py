@@ -124,7 +124,14 @@ class Watchdog(FaultFinder):
             self.pause(stall, counters)
         self.progress()
 
-    def pause(self, stall: Callable[[], Stall], counters: Counters | None = None, *, is_any: bool = False) -> None:
+    def pause(
+        self,
+        stall: Callable[[], Stall],
+        counters: Counters | None = None,
+        *,
+        is_any: bool = False,
+        may_spin: bool = True,
+    ) -> None:
         """Sleep shortly for want of progress, or raise ``PeerFailureError`` once none can be expected.
 
         With ``counters`` no longer than until they have their values, or with ``is_any`` until one of them has.
@@ -135,10 +142,11 @@ class Watchdog(FaultFinder):
             self.progress()
             return
         now = time.monotonic()
+        spins = may_spin and now - self._since_progress < self._spin_s
         if counters is not None and (sockets := self._awaited_sockets()) is not None:
             wait = self._counter_wait
-            (wait.spin if now - self._since_progress < self._spin_s else wait.sleep)(counters, sockets, is_any=is_any)
-        elif now - self._since_progress < self._spin_s:
+            (wait.spin if spins else wait.sleep)(counters, sockets, is_any=is_any)
+        elif spins:
             os.sched_yield()  # time.sleep(0) takes 53 us since Python 3.11 (CPython issue 125997), this one 0.3
         else:
             time.sleep(self._pause_s)

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from fusco.control.counters import Counters
 from fusco.control.transport import Ticket, Transport
 from fusco.core.errors import Stall
 from fusco.core.profile import CallProfile
@@ -93,6 +94,10 @@ class _FlowTask:
         self._num_taken += 1
         self._next = next(self._messages, None)
 
+    def awaited(self) -> tuple[int, int] | None:
+        """Return the address of a counter, and its value once the task can advance; ``None`` if no counter says so."""
+        return None
+
     def stall(self) -> Stall:
         return Stall(self.phase, self._peers, f"{self._num_messages} messages", f"{self._num_taken}")
 
@@ -115,6 +120,11 @@ class SendWithin(_FlowTask):
         self._ring.commit()
         self._take()
         return True
+
+    def awaited(self) -> tuple[int, int] | None:
+        if self._next is None:
+            return self._ring.awaited(0)
+        return self._ring.awaited(self._ring.depth - 1) if self._staging.is_there(self._next) else None
 
     @property
     def is_done(self) -> bool:
@@ -142,6 +152,9 @@ class ReceiveWithin(_FlowTask):
         self._profile.intranode_row_bytes += message.num_bytes
         self._take()
         return True
+
+    def awaited(self) -> tuple[int, int] | None:
+        return self._ring.awaited if self._next is not None else None
 
     @property
     def is_done(self) -> bool:
@@ -330,6 +343,13 @@ class Exchanges:
                 first = depth + 2 * remote.index(src)
                 tasks.append(ReceiveAcross(*stream, self.transport, list(self.private[first : first + 2])))
         return tasks
+
+
+def awaited_counters(tasks: Sequence[Task]) -> Counters:
+    """Return the counters of which one has its value once a task can advance that waits for no socket."""
+    flows = [task for task in tasks if isinstance(task, _FlowTask) and not task.is_done]
+    found = [each for task in flows if (each := task.awaited())]
+    return np.array(found, np.int64).reshape(-1, 2)
 
 
 def _stream(peer: int, segments: Segments) -> tuple[list[Flow], Staging]:

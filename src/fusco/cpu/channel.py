@@ -13,7 +13,7 @@ class RingOut:
 
     def __init__(self, memory: CpuMemory, dst: int) -> None:
         self._memory, self._consumer = memory, memory.ranks.index(dst)
-        self._depth = memory.layout.settings.ring_depth
+        self.depth = memory.layout.settings.ring_depth
         self._flag = memory.layout.control.produced_flag(self._consumer)
         self.num_produced = memory.own.load(self._flag)
 
@@ -23,13 +23,17 @@ class RingOut:
         return self._memory.flags[self._consumer].load(self._memory.layout.control.consumed_flag(self._memory.local))
 
     def slot(self) -> torch.Tensor | None:
-        if self.num_produced - self.num_consumed >= self._depth:
+        if self.num_produced - self.num_consumed >= self.depth:
             return None
-        return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self._depth)
+        return self._memory.ring_slot(self._memory.local, self._consumer, self.num_produced % self.depth)
 
     def commit(self) -> None:
         self.num_produced += 1
         self._memory.own.store(self._flag, self.num_produced)
+
+    def awaited(self, num_left: int) -> tuple[int, int]:
+        """Return the address of ``num_consumed``, and its value once so many messages are left in the ring."""
+        return int(self._memory.rings_out.addresses[self._consumer, 1]), self.num_produced - num_left
 
     @property
     def is_drained(self) -> bool:
@@ -49,6 +53,11 @@ class RingIn:
     def num_produced(self) -> int:
         """Number of messages that the producer put in."""
         return self._memory.flags[self._producer].load(self._memory.layout.control.produced_flag(self._memory.local))
+
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """The address of ``num_produced``, and its value once there is a message."""
+        return int(self._memory.rings_in.addresses[self._producer, 0]), self.num_consumed + 1
 
     def message(self) -> torch.Tensor | None:
         if self.num_produced <= self.num_consumed:

@@ -24,7 +24,7 @@ from fusco.core.segments import Segments
 from fusco.core.timeline import HostTimeline, NoTimeline, Timeline
 from fusco.core.topology import Topology
 from fusco.core.wire import Wire
-from fusco.cpu.all_to_all import ByteMemory, Exchanges
+from fusco.cpu.all_to_all import ByteMemory, Exchanges, awaited_counters
 from fusco.cpu.channel import SendRing
 from fusco.cpu.combine import AttachedSums, FoldSums, ProducePartialSums
 from fusco.cpu.dispatch import ReceiveRows, ScatterRows, SendRows
@@ -315,7 +315,9 @@ class CpuEngine:
             with call.profile.spend("wire"):
                 input_, output = request.memories
                 source = JoinedPieces(request.pieces) if request.pieces else input_
-                self._run(self._schedule_tasks(rank_schedule, [source, output], call), meanwhile=request.meanwhile)
+                tasks = self._schedule_tasks(rank_schedule, [source, output], call)
+                awaited = partial(awaited_counters, tasks) if request.meanwhile else None
+                self._run(tasks, awaited, request.meanwhile)
             return request
 
         return Pending(request.counts, run)

@@ -43,7 +43,8 @@ def run_tasks(
     """Advance tasks in turn until all are done; while none can, wait with the watchdog's timeout.
 
     ``awaited`` returns counters of which one has its value as soon as a task can advance, unless a socket is ready.
-    A ``timeline`` gets a span for each step that does something. ``meanwhile`` is that of an ``AllToAllRequest``.
+    A ``timeline`` gets a span for each step that does something. ``meanwhile`` is that of an ``AllToAllRequest``; with
+    one, a rank sleeps without spinning first: its network is busy for long, and others may need its core.
     """
     watchdog.progress()
     pending = [task for task in tasks if not task.is_done]
@@ -55,7 +56,8 @@ def run_tasks(
         if any(moved):
             watchdog.progress()
         elif pending and not (meanwhile and next(meanwhile)):
-            watchdog.pause(functools.partial(_stall_of, pending), awaited() if awaited else None, is_any=True)
+            counters, may_spin = awaited() if awaited else None, meanwhile is None
+            watchdog.pause(functools.partial(_stall_of, pending), counters, is_any=True, may_spin=may_spin)
 
 
 class _RecordedTask:
