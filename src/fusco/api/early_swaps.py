@@ -18,9 +18,9 @@ _SLICE_BYTES = 256 << 10  # swapped at once: 0.1 ms
 class EarlySwaps:
     """New experts of a rank that are swapped, piece by piece, with the old ones in their places.
 
-    Bytes are swapped once they have arrived and those in their place have been sent. The memory in which they arrived
-    has the old ones then, and ``undo`` swaps again. Experts that this rank passes on or gets twice, and those in the
-    place of one that moves within the rank, are left to the end.
+    Bytes are swapped once they have arrived and been passed on, and those in their place have been sent. The memory in
+    which they arrived has the old ones then, and ``undo`` swaps again. Experts that this rank gets twice, and those in
+    the place of one that moves within the rank, are left to the end.
     """
 
     def __init__(self, move: PlacementMove, transfers: RankTransfers) -> None:
@@ -59,14 +59,14 @@ class EarlySwaps:
 
     @property
     def _sent_before(self) -> dict[int, list[int]]:
-        """Transfers whose bytes may be swapped, and those that must have sent the same bytes of the expert there."""
+        """Transfers whose bytes may be swapped, and those that must have sent the same bytes before."""
         found = {}
         plan, old, new = self._transfers.plan, self._move.old[self._move.rank], self._move.new[self._move.rank]
         for i in self._transfers.arrived if self._move.is_in_place else ():
             places = np.flatnonzero(new == plan.experts[i])
             there = old[places[0]] if places[0] < len(old) else -1
-            if len(places) == 1 and i not in plan.parents and (there < 0 or there not in new):
-                sent = (plan.src_ranks == self._move.rank) & (plan.experts == there)
+            if len(places) == 1 and (there < 0 or there not in new):
+                sent = (plan.src_ranks == self._move.rank) & ((plan.experts == there) | (plan.parents == i))
                 found[i] = np.flatnonzero(sent).tolist()
         return found
 

@@ -57,8 +57,9 @@ class PlacementMove:
             raise ValueError(f"weights are {from_} for each expert, targets {to}")
         old, new = as_places(placements[0], "old"), as_places(placements[1], "new")
         lost = np.setdiff1d(new[new >= 0], old) if load else np.zeros(0, np.int64)
-        plan = plan_moves(old, np.where(np.isin(new, lost), -1, new), sources.bytes_per_expert, topology)
-        here = np.intersect1d(new[rank], lost).tolist()
+        sent = np.where(np.isin(new, lost), -1, new) if len(lost) else new
+        plan = plan_moves(old, sent, sources.bytes_per_expert, topology)
+        here = np.intersect1d(new[rank], lost).tolist() if load else []
         loaded = {expert: _bytes_of(expert, load(expert), given[-1]) for expert in here} if load else {}
         if weights is None and (old[rank] >= 0).any():
             raise ValueError(f"rank {rank} has experts {old[rank].tolist()} in old, but no weights")

@@ -91,9 +91,10 @@ def test_experts_are_in_their_places_or_back(seed):
             torch.testing.assert_close(found, bits, rtol=0, atol=0)
 
 
-def test_nothing_is_left_where_every_expert_changes_its_rank():
-    old = np.arange(NUM_EXPERTS).reshape(4, 2)
-    world = World(0, (old, np.roll(old, 1, axis=0)))
+@pytest.mark.parametrize("new", [[[6, 7], [0, 1], [2, 3], [4, 5]], [[4, 5], [4, 6], [0, 1], [2, 3]]])
+def test_nothing_is_left_where_every_expert_changes_its_rank(new):
+    """Not even of expert 4 of the second case, which a rank passes on."""
+    world = World(0, (np.arange(NUM_EXPERTS).reshape(4, 2), np.array(new)))
     for step in range(world.num_steps):
         world.exchange(step)
     world.swap(1000)
