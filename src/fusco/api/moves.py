@@ -25,7 +25,7 @@ from fusco.core.profile import Call
 from fusco.core.rows import accumulation_dtype, require_movable_tensors, wants_grad
 from fusco.engine.base import KnownCall, Pending, Request
 from fusco.engine.owner_choice import DeviceBatchPlan
-from fusco.placement.moves import MovePlan, MoveSteps, Placement, as_places, fast_step_bytes
+from fusco.placement.moves import MovePlan, MoveSteps, Placement, as_places, even_steps, fast_steps
 from fusco.placement.placement import PlannedPlacement
 
 Weights = Sequence[torch.Tensor]
@@ -275,10 +275,10 @@ class ExpertMoves(Exchanges):
             self._validator.require_experts("weights", move.sources.tensors, move.num_places(move.old))
             name = "weights" if move.is_in_place else "targets"
             self._validator.require_experts(name, move.targets.tensors, move.num_places(move.new))
-            step_bytes = pace.step_bytes if pace else fast_step_bytes(move.plan)
-            steps, num_sms = MoveSteps(move.plan, step_bytes), pace.num_sms if pace else None
+            ends = even_steps(move.plan, pace.step_bytes) if pace else fast_steps(move.plan)
+            steps, num_sms = MoveSteps(move.plan, ends), pace.num_sms if pace else None
             transfers = RankTransfers(steps, rank, move.read, self._engine.staging, num_sms)
-        return move, transfers, {**move.fields, "step_bytes": step_bytes, "has_pace": str(pace is not None)}
+        return move, transfers, {**move.fields, **({"step_bytes": pace.step_bytes} if pace else {})}
 
     def _of_members(self, placement: Placement, name: str) -> IntArray:
         """Return the places of the ranks that are left; ``ValueError`` if absent ones are to have experts."""
@@ -312,7 +312,7 @@ class ExpertMoves(Exchanges):
         self, name: str, fields: Fields, moves: MovePlan, read: Callable[[int, int, int], Iterator[torch.Tensor]]
     ) -> dict[int, list[torch.Tensor]]:
         """Run all steps of moves; return what has arrived here, by transfer."""
-        steps = MoveSteps(moves, fast_step_bytes(moves))
+        steps = MoveSteps(moves, fast_steps(moves))
         transfers = RankTransfers(steps, self._validator.rank, read, self._engine.staging)
         self._run_steps(name, fields, transfers)
         return transfers.arrived

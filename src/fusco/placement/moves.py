@@ -269,61 +269,69 @@ class MoveSteps:
 
     Args:
         plan: the plan.
-        step_bytes: the most bytes that a NIC sends or receives in a step, and a rank within its node, up to rounding.
+        ends: int64, ascending, in proportion to the bytes that have moved after each step. Up to rounding, as flows are
+            cut at multiples of 512 bytes. See ``even_steps`` and ``fast_steps``.
 
     Rank 0 gives rank 2 two experts of 1024 bytes in two steps, and rank 2 passes the first on to rank 3:
 
     >>> from fusco.core.topology import Topology
     >>> from fusco.placement.moves import plan_moves
     >>> old, new = [[0, 1], [-1, -1], [-1, -1], [-1, -1]], [[0, 1], [-1, -1], [0, 1], [0, -1]]
-    >>> steps = MoveSteps(plan_moves(old, new, 1024, Topology.of_equal_nodes(4, 2)), step_bytes=512)
+    >>> plan = plan_moves(old, new, 1024, Topology.of_equal_nodes(4, 2))
+    >>> steps = MoveSteps(plan, even_steps(plan, 512))
     >>> steps.num_steps, [np.subtract(*steps.pieces(step)[::-1]).tolist() for step in range(3)]
     (3, [[1024, 0, 0], [0, 1024, 1024], [0, 0, 0]])
     """
 
-    def __init__(self, plan: MovePlan, step_bytes: int) -> None:
-        check_integer("step_bytes", step_bytes, least=1)
+    def __init__(self, plan: MovePlan, ends: IntArray) -> None:
         self.plan = plan
         is_passed_on, index = plan.parents >= 0, np.arange(len(plan.experts))
-        root = np.where(is_passed_on, plan.parents, index)  # a transfer that is passed on is cut as its parent is
         flows, flow = np.unique(plan.src_ranks * plan.topology.world_size + plan.dst_ranks, return_inverse=True)
         flow = np.where(is_passed_on, len(flows), flow.reshape(-1))
         order = np.argsort(flow, kind="stable")
         num_transfers = np.bincount(flow, minlength=len(flows) + 1)
         position = np.empty_like(order)
         position[order] = index - np.repeat(np.cumsum(num_transfers) - num_transfers, num_transfers)
-        num_bytes = num_transfers[:-1] * plan.bytes_per_expert
-        num_steps = max(1, -(-max(plan.bound_bytes, _most_within(plan)) // step_bytes))
-        size = np.maximum(-(-num_bytes // num_steps), 1)
-        size = np.append(-(-size // _GRANULE) * _GRANULE, 1)
-        self._size, self._offset = size[flow][root], position[root] * plan.bytes_per_expert
-        self._delay = is_passed_on.astype(np.int64)
-        self.num_steps = int((-(-num_bytes // size[:-1])).max(initial=0))
-        self.num_steps += bool(self.num_steps and is_passed_on.any())
+        shares = np.append(0, ends)[:, None] / max(ends[-1:].max(initial=0), 1)
+        of_flow = np.ceil(shares * num_transfers * plan.bytes_per_expert / _GRANULE).astype(np.int64) * _GRANULE
+        root = np.where(is_passed_on, plan.parents, index)  # a transfer that is passed on is cut as its parent is
+        most = plan.bytes_per_expert
+        moved = np.clip(of_flow[:, flow[root]] - position[root] * most, 0, most)
+        moved = moved[np.append(True, (moved[1:] > moved[:-1]).any(axis=1))]
+        if is_passed_on.any():
+            moved = np.concatenate((moved, moved[-1:]))
+            moved[1:, is_passed_on] = moved[:-1, is_passed_on]
+        self._moved, self.num_steps = moved, len(moved) - 1  # int64 (num_steps + 1, M): bytes before each step
 
     def pieces(self, step: int) -> tuple[IntArray, IntArray]:
         """Return where the bytes that each transfer moves in a step begin and end in its expert, int64 (M,) each."""
-        first = (step - self._delay) * self._size - self._offset
-        most = self.plan.bytes_per_expert
-        return np.clip(first, 0, most), np.clip(first + self._size, 0, most)
+        return self._moved[step], self._moved[step + 1]
 
 
-def fast_step_bytes(plan: MovePlan) -> int:
-    """Return the ``step_bytes`` of a move that a caller waits for.
+def even_steps(plan: MovePlan, step_bytes: int) -> IntArray:
+    """Return the ``ends`` of equal steps: a NIC, or a rank within its node, moves at most ``step_bytes`` in each."""
+    check_integer("step_bytes", step_bytes, least=1)
+    return np.arange(1, -(-max(plan.bound_bytes, _most_within(plan)) // step_bytes) + 1)
 
-    While the bytes of a step cross, those of the step before are passed on within nodes: one large step would leave all
-    of that to the end. So the bytes of NICs say how many steps there are; a rank's bytes within its node, which take
-    less time, only where there are so many that they would take too much memory at once.
+
+def fast_steps(plan: MovePlan) -> IntArray:
+    """Return the ``ends`` of steps of a move that a caller waits for.
+
+    While the bytes of a step cross, those of the step before are passed on within nodes, and put into their places. So
+    the last step is a third of the others: little is left to the end. The bytes of NICs say how many steps there are; a
+    rank's bytes within its node, which take less time, only where they would take too much memory at once.
 
     >>> from fusco.core.topology import Topology
     >>> from fusco.placement.moves import plan_moves
-    >>> [fast_step_bytes(plan_moves([[0], [1]], [[1], [0]], size << 20, Topology((0, 1)))) >> 20 for size in (9, 80)]
-    [4, 10]
+    >>> plans = [plan_moves([[0], [1]], [[1], [0]], size << 20, Topology((0, 1))) for size in (20, 80)]
+    >>> [fast_steps(plan).tolist() for plan in plans]
+    [[3, 6, 7], [3, 6, 9, 12, 15, 18, 21, 22]]
     """
     of_nic, within = plan.bound_bytes, _most_within(plan)
     step_bytes = min(max(of_nic // _NUM_STEPS, _LEAST_STEP_BYTES), _MOST_STEP_BYTES)
-    num_steps = max(-(-of_nic // step_bytes), -(-within // _MOST_STEP_BYTES), 1)
-    return max(-(-max(of_nic, within) // num_steps), 1)
+    ends = 3 * np.arange(1, max(-(-of_nic // step_bytes), -(-within // _MOST_STEP_BYTES), 1) + 1)
+    ends[-1] -= 2
+    return ends
 
 
 def _most_within(plan: MovePlan) -> int:

@@ -13,7 +13,7 @@ from fusco.api.move_task import RankTransfers
 from fusco.api.placement_move import PlacementMove
 from fusco.core.topology import Topology
 from fusco.cpu.kernels.swap_memory import swap_memory
-from fusco.placement.moves import MoveSteps
+from fusco.placement.moves import MoveSteps, even_steps
 from generator import any_bits
 
 TOPOLOGY, NUM_EXPERTS, PLACES = Topology.of_equal_nodes(4, 2), 8, 3
@@ -46,7 +46,7 @@ class World:
         self.moves = [
             PlacementMove.of((self.old, self.new), TOPOLOGY, rank, self.weights[rank], None) for rank in range(4)
         ]
-        steps = MoveSteps(self.moves[0].plan, 400)
+        steps = MoveSteps(self.moves[0].plan, even_steps(self.moves[0].plan, 400))
         self.transfers = [
             RankTransfers(steps, rank, move.read, lambda size: torch.empty(size, dtype=torch.uint8))
             for rank, move in enumerate(self.moves)

@@ -13,7 +13,7 @@ from fusco.core.balance import Balance
 from fusco.core.placement import ExpertPlacement
 from fusco.core.topology import Topology
 from fusco.placement import MovePlan, plan_batch, plan_moves, plan_placement
-from fusco.placement.moves import MoveSteps, as_places, places_of_copies
+from fusco.placement.moves import MoveSteps, as_places, even_steps, fast_steps, places_of_copies
 from timing import relative_time
 
 SIZE = 7  # bytes of an expert
@@ -87,12 +87,14 @@ def test_bytes_between_nodes_are_as_few_as_possible(case):
         assert plan.bound_bytes == -(-max(received.max(), least * SIZE) // topology.ranks_per_node)
 
 
-@given(moves(), st.integers(0, 5000), st.integers(1, 5000))
+@given(moves(), st.sampled_from([0, 700, 5000, 9 << 20]), st.one_of(st.none(), st.integers(1, 5000)))
 @settings(max_examples=150, deadline=None)
 def test_steps_move_every_byte_in_order(case, num_bytes, step_bytes):
     topology, old, new = case
     plan = plan_moves(old, new, num_bytes, topology)
-    steps = MoveSteps(plan, step_bytes)
+    steps = MoveSteps(
+        plan, fast_steps(plan) if step_bytes is None else even_steps(plan, step_bytes << (num_bytes >> 19))
+    )
     done = np.zeros(len(plan.experts), np.int64)
     for step in range(steps.num_steps):
         begin, end = steps.pieces(step)
@@ -109,7 +111,7 @@ def test_steps_have_the_bound_of_the_plan():
     random = np.random.default_rng(0)
     old = np.arange(32).reshape(8, 4)
     plan = plan_moves(old, random.permutation(32).reshape(8, 4), size, topology)
-    steps, bound = MoveSteps(plan, 1 << 18), 0
+    steps, bound = MoveSteps(plan, even_steps(plan, 1 << 18)), 0
     for step in range(steps.num_steps):
         begin, end = steps.pieces(step)
         nodes, moved = np.zeros((4, 4), np.int64), np.where(plan.crosses, end - begin, 0)
@@ -123,7 +125,7 @@ def test_steps_have_the_bound_of_the_plan():
 def test_nothing_moves_without_a_change():
     old = [[0, 1], [2, -1]]
     plan = plan_moves(old, [[1, 0, 1], [-1, 2, -1]], SIZE)
-    assert len(plan.experts) == plan.bound_bytes == MoveSteps(plan, 1).num_steps == 0
+    assert len(plan.experts) == plan.bound_bytes == MoveSteps(plan, even_steps(plan, 1)).num_steps == 0
 
 
 def test_placements_of_every_kind():
