@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fusco.core.config import Settings
 
@@ -24,7 +25,7 @@ def uncompiled(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
 
     @functools.wraps(verb)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return torch.compiler.disable(verb)(*args, **kwargs)  # type: ignore[no-untyped-call]
         return verb(*args, **kwargs)
 
@@ -38,8 +39,9 @@ def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
     """
     is_collective = verb.__name__ not in _OF_TWO_RANKS
 
+    @uncompiled
     def within_limit(*args: Any, **kwargs: Any) -> Any:
-        comm, timeout_s = args[0], kwargs["timeout_s"]
+        comm, timeout_s = args[0], kwargs.get("timeout_s")
         if timeout_s is None:
             return verb(*args, **kwargs)
         with comm.rejecting() if is_collective else nullcontext():
@@ -49,9 +51,7 @@ def limited(verb: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result
 
     @functools.wraps(verb)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        run = within_limit if "timeout_s" in kwargs else verb
-        if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(run)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        run = within_limit if "timeout_s" in kwargs or is_dynamo_compiling() else verb
         return run(*args, **kwargs)
 
     return call

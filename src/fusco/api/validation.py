@@ -249,7 +249,7 @@ def _known_by(
         len(payloads),
         type(alignment),
         alignment,
-        bool(with_weights),
+        not with_weights,
         origin.text if origin else "",
     )
 
