@@ -1,8 +1,8 @@
 """The kernel ``copy_experts``: copies of a batch's plan within a node, and their gradients, as the device has planned.
 
 A rank sends and receives at once, by 512 warps of 32 blocks. An expert of B bytes is read once and stored once over
-NVLink, and at its new place read and written once more. A warp has a chunk of 8 KiB under way, each of which costs it
-some 10 us, flags and counters for the most part. Two H200 reached 178 GB/s of 390, 53 us for an expert of 9.4 MB
+NVLink, and at its new place read and written once more. A warp has a chunk of 8 KiB under way, each of which takes it
+some 15 us, most of which must be flags and counters. Two H200 reached 178 GB/s of 390, 53 us for an expert of 9.4 MB
 (docs/balance.md).
 """
 
