@@ -40,8 +40,8 @@ test: setup warm-up
 	$(BIN)/pytest -n 2 --dist loadfile $$(grep -l mark.alone tests/multirank/test_*.py)
 	$(BIN)/pytest tests/testbed
 
-# Files, biases and gradients of every MoE architecture of transformers, in a quarter of an hour on two cores; writes the table
-# of docs/training/architectures.md. ARCHITECTURES="--only gpt_oss llama4" chooses.
+# Files, biases and gradients of every MoE architecture of transformers; gradients alone took a quarter of an hour on two
+# cores. Writes the table of docs/training/architectures.md. ARCHITECTURES="--only gpt_oss llama4" chooses.
 test-architectures: setup
 	PYTHONPATH=tests:tests/multirank $(BIN)/python -m check_architectures $(ARCHITECTURES)
 

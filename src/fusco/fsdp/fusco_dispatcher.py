@@ -79,9 +79,8 @@ class FuscoDispatcher(AbstractContextManager["FuscoDispatcher"]):
         self._latest: Communicator | None = None  # the one that dispatched last
         self._open, self._is_closed = ExitStack(), False
         self._stream: torch.cuda.Stream | None = None  # of copies that the device has planned
-        self._copies_first = (
-            False  # as the latest of those plans had some, or the host does not know; equal on all ranks
-        )
+        # Whether the latest of those plans had some, or the host does not know; equal on all ranks.
+        self._copies_first = False
         self._key = ops.register(self)
 
     def dispatch(
